@@ -1,0 +1,1 @@
+//! Dequantization of ggml blocks.

@@ -1,0 +1,9 @@
+//! ggshard turns a GGUF model into pre-sharded, per-rank tensor-parallel safetensors, and proves that it did so
+//! correctly: every source tensor is placed by a rule or ignored by a rule, or nothing is written.
+
+pub mod dequant;
+pub mod error;
+pub mod gguf;
+pub mod output;
+
+pub use error::{Error, Fault, Result};

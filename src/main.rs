@@ -1,0 +1,2 @@
+//! The ggshard command.
+fn main() {}

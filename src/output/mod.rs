@@ -1,0 +1,1 @@
+//! Output: safetensors files, digests and the manifest.
