@@ -1,5 +1,25 @@
 //! Source: GGUF files, read with bounds and as one set of parts.
+//!
+//! [`GgufSet::open`] maps the parts, parses their headers and checks everything that can be checked without reading
+//! tensor data. What it returns can be trusted: names are unique across the set, shapes and sizes do not overflow, and
+//! every tensor's bytes lie inside its file.
 
+mod cursor;
+mod describe;
+mod discover;
+mod header;
+mod map;
+mod metadata;
+mod render;
+mod set;
+mod tensor;
 pub mod types;
+mod value;
 
+pub use describe::{Description, FileType, KeyDescription, PartDescription, TensorDescription, TypeDescription};
+pub use map::Advice;
+pub use metadata::{Field, Metadata};
+pub use set::{GgufSet, Part};
+pub use tensor::SourceTensor;
 pub use types::GgmlType;
+pub use value::{Array, Mismatch, Value, ValueType};

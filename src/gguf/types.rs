@@ -152,10 +152,77 @@ impl GgmlType {
     pub const fn block_bytes(self) -> u64 {
         self.info().bytes as u64
     }
+
+    /// Bytes of a tensor with these dimensions (fastest first; none for a single element).
+    ///
+    /// None if a row is not whole blocks, or if elements or bytes, counting a zero-sized axis as one, pass 2^63 - 1:
+    /// so no product of some of the axes overflows either.
+    pub fn tensor_bytes(self, ne: &[u64]) -> Option<u64> {
+        let fits = |n: u64| i64::try_from(n).is_ok().then_some(n);
+        let row = ne.first().copied().unwrap_or(1);
+        if !row.is_multiple_of(self.block()) {
+            return None;
+        }
+        let elements = ne.iter().try_fold(1u64, |n, &d| n.checked_mul(d.max(1)).and_then(fits))?;
+        let blocks = elements.div_ceil(self.block());
+        let bytes = blocks.checked_mul(self.block_bytes()).and_then(fits)?;
+        Some(if ne.contains(&0) { 0 } else { bytes })
+    }
 }
 
 impl std::fmt::Display for GgmlType {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table of ids as ggml documents it, typed in a second time from `ggml.h` and `ggml-common.h`.
+    const DOCUMENTED: &str = "0 F32 1 4, 1 F16 1 2, 2 Q4_0 32 18, 3 Q4_1 32 20, 6 Q5_0 32 22, 7 Q5_1 32 24, 8 Q8_0 32 34, \
+        9 Q8_1 32 36, 10 Q2_K 256 84, 11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210, \
+        15 Q8_K 256 292, 16 IQ2_XXS 256 66, 17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, \
+        21 IQ3_S 256 110, 22 IQ2_S 256 82, 23 IQ4_XS 256 136, 24 I8 1 1, 25 I16 1 2, 26 I32 1 4, 27 I64 1 8, \
+        28 F64 1 8, 29 IQ1_M 256 56, 30 BF16 1 2, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36, \
+        41 Q1_0 128 18, 42 Q2_0 64 18";
+
+    #[test]
+    fn every_id_has_its_documented_block() {
+        let table: Vec<String> =
+            TYPES.iter().map(|t| format!("{} {} {} {}", t.ty as u32, t.name, t.block, t.bytes)).collect();
+        assert_eq!(table.join(", "), DOCUMENTED);
+        assert!(TYPES.iter().all(|t| t.ty.info() == *t && t.ty.to_string() == t.name));
+    }
+
+    #[test]
+    fn all_43_ids_are_known_or_refused_by_name() {
+        for id in 0..TYPE_COUNT {
+            match GgmlType::from_id(id) {
+                Ok(ty) => assert_eq!(ty as u32, id),
+                Err(why) => assert!(why.contains(&format!("id {id} (")) && why.contains("removed"), "{why}"),
+            }
+        }
+        assert_eq!((0..TYPE_COUNT).filter(|&id| GgmlType::from_id(id).is_err()).count(), 8);
+        for id in [TYPE_COUNT, 1000, u32::MAX] {
+            assert!(GgmlType::from_id(id).unwrap_err().contains("unknown"));
+        }
+        assert!(GgmlType::from_id(u32::MAX).unwrap_err().contains("-1"));
+    }
+
+    #[test]
+    fn sizes_that_overflow_or_split_a_block_are_none() {
+        assert_eq!(GgmlType::Q4_K.tensor_bytes(&[512, 3]), Some(6 * 144));
+        assert_eq!(GgmlType::F32.tensor_bytes(&[]), Some(4));
+        assert_eq!(GgmlType::Q8_0.tensor_bytes(&[]), None);
+        assert_eq!(GgmlType::Q4_K.tensor_bytes(&[128, 2]), None);
+        assert_eq!(GgmlType::Q8_0.tensor_bytes(&[0]), Some(0));
+        assert_eq!(GgmlType::F32.tensor_bytes(&[4, 0, 7]), Some(0));
+        assert_eq!(GgmlType::F32.tensor_bytes(&[0, 1 << 40, 1 << 40]), None);
+        assert_eq!(GgmlType::F32.tensor_bytes(&[u64::MAX, 2]), None);
+        assert_eq!(GgmlType::F32.tensor_bytes(&[1 << 62]), None);
+        assert_eq!(GgmlType::I8.tensor_bytes(&[i64::MAX as u64]), Some(i64::MAX as u64));
+        assert_eq!(GgmlType::I8.tensor_bytes(&[1 << 63]), None);
     }
 }

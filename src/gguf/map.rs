@@ -1,0 +1,100 @@
+//! One file, mapped read-only into memory. The only `unsafe` of this layer.
+
+use std::fs::File;
+use std::ops::{Deref, Range};
+use std::path::Path;
+
+use crate::error::{Error, Fault, Result};
+
+/// What the operating system should expect of a byte range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Advice {
+    /// Read once, front to back: read ahead generously.
+    Sequential,
+    /// Needed soon: start reading now.
+    WillNeed,
+    /// Done with: the pages no longer count as this process's memory. They stay in the page cache until the system
+    /// wants them back, and reading them again gives the same bytes.
+    DontNeed,
+}
+
+/// The bytes of one file: mapped, or owned where there is nothing to map.
+///
+/// The length is that of the moment of opening.
+#[derive(Debug)]
+pub struct Map(Bytes);
+
+#[derive(Debug)]
+enum Bytes {
+    Mapped(memmap2::Mmap),
+    Owned(Vec<u8>),
+}
+
+impl Map {
+    /// Maps a regular file. An empty file, which cannot be mapped, gives no bytes.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let meta = file.metadata().map_err(|e| Error::io("read the size of", path, e))?;
+        if !meta.is_file() {
+            let fault = Fault::new("not a regular file").file(path).expected("a GGUF file on disk");
+            return Err(fault
+                .remedy("Pipes and devices cannot be mapped; save the model to a file first.")
+                .unsupported());
+        }
+        if meta.len() == 0 {
+            return Ok(Map(Bytes::Owned(Vec::new())));
+        }
+        // SAFETY: the map is read-only and private to this type, which hands out `&[u8]` bounded by its own lifetime.
+        // What no process can rule out is another one that writes to or truncates the file meanwhile. Truncation ends
+        // this process with SIGBUS, which no output survives as a checkpoint; changed bytes are only ever read as
+        // plain bytes (every later use of a length or offset is checked again), so no type invariant hangs on them.
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| Error::io("map", path, e))?;
+        Ok(Map(Bytes::Mapped(map)))
+    }
+
+    /// Bytes already in memory, treated like a file's.
+    pub fn from_vec(bytes: Vec<u8>) -> Self {
+        Map(Bytes::Owned(bytes))
+    }
+
+    /// Tells the system what to expect of a byte range. Ranges are cut to the file; bytes in memory need no advice.
+    pub fn advise(&self, range: Range<usize>, advice: Advice) -> std::io::Result<()> {
+        let Bytes::Mapped(map) = &self.0 else { return Ok(()) };
+        let start = range.start.min(map.len());
+        let length = range.end.min(map.len()).saturating_sub(start);
+        if length == 0 {
+            return Ok(());
+        }
+        advise(map, start, length, advice)
+    }
+}
+
+#[cfg(unix)]
+fn advise(map: &memmap2::Mmap, start: usize, length: usize, advice: Advice) -> std::io::Result<()> {
+    match advice {
+        Advice::Sequential => map.advise_range(memmap2::Advice::Sequential, start, length),
+        Advice::WillNeed => map.advise_range(memmap2::Advice::WillNeed, start, length),
+        Advice::DontNeed => {
+            // SAFETY: the range lies inside the map (cut to it by the caller). MADV_DONTNEED discards modified private
+            // pages, and this map has none: it is read-only and backed by the file, so a later access faults the same
+            // bytes in again, for borrowers of this page's neighbours too.
+            unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, length) }
+        }
+    }
+}
+
+#[cfg(not(unix))]
+fn advise(_: &memmap2::Mmap, _: usize, _: usize, _: Advice) -> std::io::Result<()> {
+    Ok(())
+}
+
+impl Deref for Map {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.0 {
+            Bytes::Mapped(map) => map,
+            Bytes::Owned(bytes) => bytes,
+        }
+    }
+}
