@@ -1,0 +1,49 @@
+//! One decoder per type: a block of bytes in, its weights out.
+//!
+//! Every decoder is `fn(isa, &[u8; BYTES], &mut [f32; WEIGHTS])`, inlined into loops over blocks that are compiled once
+//! per instruction set. Loops have fixed bounds and run over arrays, so that the compiler unrolls and vectorises them;
+//! where one weight's code is spread over several bits, codes are first gathered as bytes and then scaled.
+//!
+//! Drawings show a block from its first byte on; `f16` and integers are little-endian; `x[i]` is weight `i` of the block.
+//! Layouts and formulas are those of ggml 0.25.3 (`ggml-common.h`, `ggml-quants.c`).
+
+pub(super) mod float;
+pub(super) mod fp4;
+mod grids;
+pub(super) mod iq1;
+pub(super) mod iq2;
+pub(super) mod iq3;
+pub(super) mod iq4;
+pub(super) mod k_quants;
+pub(super) mod legacy;
+pub(super) mod low_bits;
+mod signs;
+pub(super) mod ternary;
+
+/// `N` bytes of a block from byte `AT` on; the compiler checks that they lie inside.
+#[inline(always)]
+fn field<const AT: usize, const N: usize, const BYTES: usize>(block: &[u8; BYTES]) -> &[u8; N] {
+    const { assert!(AT + N <= BYTES, "field outside the block") };
+    let mut field = &[0; N];
+    if let Some(found) = block[AT..].first_chunk() {
+        field = found;
+    }
+    field
+}
+
+/// `out[i] = scale * codes[i]`.
+#[inline(always)]
+fn scale<const N: usize>(out: &mut [f32; N], scale: f32, codes: &[i8; N]) {
+    for (out, code) in out.iter_mut().zip(codes) {
+        *out = scale * *code as f32;
+    }
+}
+
+/// Scales codes in groups of `GROUP`, each by its own scale.
+#[inline(always)]
+fn scale_groups<const GROUP: usize>(out: &mut [f32; 256], scales: &[f32], codes: &[i8; 256]) {
+    let groups = out.as_chunks_mut::<GROUP>().0.iter_mut().zip(codes.as_chunks::<GROUP>().0);
+    for ((out, codes), factor) in groups.zip(scales) {
+        scale(out, *factor, codes);
+    }
+}
