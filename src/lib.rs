@@ -2,6 +2,7 @@
 //! correctly: every source tensor is placed by a rule or ignored by a rule, or nothing is written.
 
 pub mod dequant;
+pub mod dtype;
 pub mod error;
 pub mod gguf;
 pub mod output;
