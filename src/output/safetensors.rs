@@ -20,6 +20,8 @@ use crate::error::{Error, Fault, Result};
 
 mod parse;
 
+pub(crate) use parse::Shape;
+
 /// Data starts at a multiple of this many bytes, so that a mapped or directly read file is page-aligned.
 pub const DATA_ALIGNMENT: u64 = 4096;
 /// The largest header JSON that is written. Readers refuse more than [`READ_LIMIT`].
