@@ -6,5 +6,6 @@ pub mod dtype;
 pub mod error;
 pub mod gguf;
 pub mod output;
+pub mod verify;
 
 pub use error::{Error, Fault, Result};
