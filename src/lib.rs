@@ -2,8 +2,10 @@
 //! correctly: every source tensor is placed by a rule or ignored by a rule, or nothing is written.
 
 pub mod dequant;
+pub mod dtype;
 pub mod error;
 pub mod gguf;
 pub mod output;
+pub mod verify;
 
 pub use error::{Error, Fault, Result};

@@ -1,1 +1,15 @@
 //! Output: safetensors files, digests and the manifest.
+
+pub mod digest;
+pub mod filename;
+pub mod manifest;
+pub mod safetensors;
+pub mod space;
+pub mod sums;
+pub mod treehash;
+
+pub use digest::Digest;
+pub use manifest::Manifest;
+pub use safetensors::{SafetensorsHeader, TensorInfo};
+pub use sums::Sums;
+pub use treehash::TreeHash;

@@ -1,0 +1,566 @@
+//! Checking a checkpoint: what was written passes, and whatever is changed afterwards is found.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use ggshard::dtype::Dtype;
+use ggshard::output::manifest::{
+    FORMAT, FORMAT_VERSION, FileEntry, Ignored, Manifest, Mapping, OtherFile, Parameter, Policy, Profile, Source,
+    SourcePart, TensorEntry, Topology,
+};
+use ggshard::output::safetensors::SafetensorsHeader;
+use ggshard::output::{Digest, Sums, TreeHash};
+use ggshard::verify::{Options, Report, What, verify};
+use ggshard::{Error, Result};
+use proptest::prelude::*;
+
+const ALL: Options = Options { rank: None, threads: 2 };
+
+type Shapes<'a> = &'a [(&'a str, Dtype, &'a [u64])];
+
+/// Writes one safetensors file with data that depends on its name, and describes it.
+fn write_file(dir: &Path, name: &str, rank: Option<u32>, tensors: Shapes<'_>) -> FileEntry {
+    let tensors = tensors.iter().map(|&(name, dtype, shape)| (name, dtype, shape.to_vec()));
+    let header = SafetensorsHeader::layout(tensors, BTreeMap::from([("format".into(), "pt".into())])).unwrap();
+    let mut bytes = header.to_bytes().unwrap();
+    let mut seed = blake3::Hasher::new();
+    seed.update(name.as_bytes());
+    let mut data = vec![0; header.data_bytes as usize];
+    seed.finalize_xof().fill(&mut data);
+    bytes.extend_from_slice(&data);
+    let hash = TreeHash::new(bytes.len() as u64);
+    for (i, tile) in bytes.chunks(1000).enumerate() {
+        hash.add(i as u64 * 1000, tile).unwrap();
+    }
+    fs::create_dir_all(dir.join(name).parent().unwrap()).unwrap();
+    fs::write(dir.join(name), &bytes).unwrap();
+    let entry = |t: ggshard::output::TensorInfo| TensorEntry {
+        blake3: Digest::of(&data[t.offsets.0 as usize..t.offsets.1 as usize]),
+        name: t.name,
+        dtype: t.dtype,
+        shape: t.shape,
+        offsets: t.offsets,
+    };
+    FileEntry {
+        name: name.into(),
+        rank,
+        bytes: bytes.len() as u64,
+        header_bytes: header.header_bytes,
+        blake3: hash.finish().unwrap().into(),
+        tensors: header.tensors.into_iter().map(entry).collect(),
+    }
+}
+
+fn write_other(dir: &Path, name: &str, text: &str) -> OtherFile {
+    fs::write(dir.join(name), text).unwrap();
+    OtherFile { name: name.into(), bytes: text.len() as u64, blake3: Digest::of(text.as_bytes()) }
+}
+
+fn parameter(name: &str, dtype: Dtype, shape: &[u64], cut: &str) -> Parameter {
+    let sources = vec![("blk.0.x".into(), "Q4_K".into())];
+    Parameter { name: name.into(), shape: shape.to_vec(), dtype, cut: cut.into(), sources, nan: 0, inf: 0, overflow: 0 }
+}
+
+/// Two ranks of two parts each, a shared draft part, and what lies beside them.
+fn checkpoint(dir: &Path) -> Manifest {
+    let first: Shapes =
+        &[("embed", Dtype::F32, &[40, 8]), ("q", Dtype::BF16, &[9, 16]), ("none", Dtype::BF16, &[0, 4])];
+    let second: Shapes = &[("big", Dtype::BF16, &[700, 1024]), ("norm", Dtype::BF16, &[5])];
+    let mut files = Vec::new();
+    for rank in 0..2 {
+        files.push(write_file(dir, &format!("model-rank-{rank}-part-0.safetensors"), Some(rank), first));
+        files.push(write_file(dir, &format!("model-rank-{rank}-part-1.safetensors"), Some(rank), second));
+    }
+    files.push(write_file(dir, "mtp/model.safetensors", None, &[("embed", Dtype::F32, &[80, 8])]));
+    let index = r#"{"metadata":{"total_size":1},"weight_map":{
+        "embed":"model-rank-0-part-0.safetensors","q":"model-rank-1-part-0.safetensors",
+        "none":"model-rank-0-part-0.safetensors","big":"model-rank-0-part-1.safetensors",
+        "norm":"model-rank-0-part-1.safetensors"}}"#;
+    let others = vec![
+        write_other(dir, "config.json", r#"{"architectures":["X"]}"#),
+        write_other(dir, "model.safetensors.index.json", index),
+        write_other(dir, "empty.txt", ""),
+    ];
+    let manifest = Manifest {
+        format: FORMAT.into(),
+        format_version: FORMAT_VERSION,
+        tool: "ggshard 0.1.0".into(),
+        plan: Digest::of(b"plan"),
+        source: Source {
+            architecture: "glm-dsa".into(),
+            parts: vec![SourcePart {
+                name: "x-00001-of-00001.gguf".into(),
+                bytes: 10,
+                header_bytes: 5,
+                header_blake3: Digest::of(b"header"),
+                blake3: None,
+            }],
+        },
+        mapping: Mapping {
+            name: "m".into(),
+            version: "1".into(),
+            class: Some("C".into()),
+            digest: Digest::of(b"m"),
+            text: None,
+        },
+        profile: Profile {
+            name: "p".into(),
+            version: "1".into(),
+            digest: Digest::of(b"p"),
+            text: Some("name = \"p\"\n".into()),
+            launch: vec!["--load-format".into(), "sharded_state".into()],
+        },
+        topology: Topology { tp: 2, ranks: vec![0, 1] },
+        policy: Policy { dtype: "bf16".into(), mtp: "keep".into(), part_size: 1 << 20, allow_nonfinite: false },
+        warnings: vec!["a \"warning\"\nof two lines".into()],
+        ignored: vec![Ignored { tensor: "rope_freqs.weight".into(), reason: "computed".into() }],
+        parameters: vec![
+            parameter("embed", Dtype::F32, &[80, 8], "vocab"),
+            Parameter { nan: 3, ..parameter("q", Dtype::BF16, &[18, 16], "column") },
+            parameter("none", Dtype::BF16, &[0, 4], "replicated"),
+            parameter("big", Dtype::BF16, &[700, 2048], "row"),
+            parameter("norm", Dtype::BF16, &[5], "replicated"),
+        ],
+        files,
+        others,
+        digest: Digest::default(),
+    };
+    seal(dir, &manifest);
+    manifest
+}
+
+/// Writes manifest and `B3SUMS`, in the order of a commit.
+fn seal(dir: &Path, manifest: &Manifest) {
+    let bytes = manifest.to_bytes().unwrap();
+    fs::write(dir.join("B3SUMS"), Sums::of(manifest, &bytes).to_text()).unwrap();
+    fs::write(dir.join("ggshard.json"), bytes).unwrap();
+}
+
+struct Folder {
+    dir: tempfile::TempDir,
+    manifest: Manifest,
+}
+
+impl Folder {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let manifest = checkpoint(dir.path());
+        Folder { dir, manifest }
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn verify(&self) -> Result<Report> {
+        verify(self.dir.path(), ALL)
+    }
+
+    fn report(&self) -> Report {
+        self.verify().unwrap()
+    }
+
+    fn edit(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = fs::read(self.path(name)).unwrap();
+        change(&mut bytes);
+        fs::write(self.path(name), bytes).unwrap();
+    }
+
+    /// The findings after `change` to the bytes of `name`, which are restored.
+    fn with(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) -> Vec<(What, String, Option<String>)> {
+        let original = fs::read(self.path(name)).unwrap();
+        self.edit(name, change);
+        let findings = self.report().findings.into_iter().map(|f| (f.what, f.file, f.tensor)).collect();
+        fs::write(self.path(name), original).unwrap();
+        findings
+    }
+}
+
+fn found(what: What, file: &str, tensor: Option<&str>) -> (What, String, Option<String>) {
+    (what, file.into(), tensor.map(Into::into))
+}
+
+const PART: &str = "model-rank-1-part-0.safetensors";
+
+#[test]
+fn intact_passes() {
+    let folder = Folder::new();
+    for threads in [0, 1, 5] {
+        let report = verify(folder.dir.path(), Options { rank: None, threads }).unwrap();
+        assert!(report.ok(), "{report}");
+        assert_eq!((report.files, report.tensors), (8, 11));
+        let listed =
+            folder.manifest.files.iter().map(|f| f.bytes).chain(folder.manifest.others.iter().map(|f| f.bytes));
+        assert_eq!(report.bytes, listed.sum::<u64>());
+        assert!(report.to_string().starts_with("ok: 8 files, 11 tensors"), "{report}");
+    }
+}
+
+#[test]
+fn a_manifest_reads_back_as_written_and_its_bytes_do_not_vary() {
+    let folder = Folder::new();
+    let bytes = fs::read(folder.path("ggshard.json")).unwrap();
+    let mut read = Manifest::read(folder.dir.path()).unwrap();
+    assert_eq!(read.to_bytes().unwrap(), bytes);
+    let digest = std::mem::take(&mut read.digest);
+    assert_eq!(read, folder.manifest);
+    let zeroed = String::from_utf8(bytes).unwrap().replace(&digest.to_string(), &"0".repeat(64));
+    assert_eq!(Digest::of(zeroed.as_bytes()), digest);
+    assert!(!zeroed.contains(&folder.dir.path().to_string_lossy().into_owned()));
+}
+
+#[test]
+fn one_flipped_bit_in_a_header_is_found() {
+    let folder = Folder::new();
+    for file in &folder.manifest.files {
+        let json = SafetensorsHeader::read(&folder.path(&file.name)).unwrap();
+        assert_eq!(json.header_bytes, file.header_bytes);
+        let padding = file.header_bytes as usize - 1;
+        // Length field, JSON, padding.
+        for at in (0..8).chain((8..150).step_by(7)).chain([padding]) {
+            for bit in [0, 5] {
+                let findings = folder.with(&file.name, |bytes| bytes[at] ^= 1 << bit);
+                assert!(
+                    findings.contains(&found(What::FileDigest, &file.name, None)),
+                    "{} byte {at} bit {bit}: {findings:?}",
+                    file.name
+                );
+                assert!(findings.iter().all(|f| f.0 != What::TensorDigest), "no data was touched: {findings:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_flipped_bit_in_a_tensor_is_found_and_named() {
+    let folder = Folder::new();
+    for file in &folder.manifest.files {
+        for tensor in &file.tensors {
+            let (begin, end) = (file.header_bytes + tensor.offsets.0, file.header_bytes + tensor.offsets.1);
+            if begin == end {
+                continue;
+            }
+            for at in [begin, (begin + end) / 2, end - 1] {
+                let findings = folder.with(&file.name, |bytes| bytes[at as usize] ^= 0x10);
+                let expected = [
+                    found(What::FileDigest, &file.name, None),
+                    found(What::TensorDigest, &file.name, Some(&tensor.name)),
+                ];
+                assert_eq!(findings, expected, "{} byte {at}", file.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_flipped_bit_in_another_file_is_found() {
+    let folder = Folder::new();
+    for file in folder.manifest.others.iter().filter(|file| file.bytes > 0) {
+        for at in [0, file.bytes as usize / 2, file.bytes as usize - 1] {
+            let findings = folder.with(&file.name, |bytes| bytes[at] ^= 1);
+            assert!(findings.contains(&found(What::FileDigest, &file.name, None)), "{findings:?}");
+        }
+    }
+}
+
+#[test]
+fn one_flipped_bit_anywhere_in_the_manifest_is_found() {
+    let folder = Folder::new();
+    let intact = fs::read(folder.path("ggshard.json")).unwrap();
+    for at in 0..intact.len() {
+        let mut bytes = intact.clone();
+        bytes[at] ^= 1 << (at % 8);
+        let error = Manifest::parse(&bytes, Path::new("ggshard.json")).unwrap_err();
+        assert!(matches!(error, Error::Checkpoint(_) | Error::Unsupported(_)), "byte {at}: {error}");
+    }
+    folder.edit("ggshard.json", |bytes| bytes[40] ^= 1);
+    assert!(folder.verify().is_err());
+}
+
+#[test]
+fn one_flipped_bit_anywhere_in_the_sums_is_found() {
+    let folder = Folder::new();
+    let len = fs::read(folder.path("B3SUMS")).unwrap().len();
+    for at in (0..len).step_by(3).chain([len - 1]) {
+        let findings = folder.with("B3SUMS", |bytes| bytes[at] ^= 1 << (at % 8));
+        assert!(findings.iter().any(|f| f.0 == What::Sums), "byte {at}: {findings:?}");
+    }
+    let findings = folder.with("B3SUMS", |bytes| bytes.truncate(len - 66));
+    assert!(findings.iter().any(|f| f.0 == What::Sums));
+    let findings = folder.with("B3SUMS", |bytes| bytes.extend(format!("{}  zzz\n", Digest::default()).bytes()));
+    assert_eq!(findings, [found(What::Sums, "B3SUMS", None)]);
+}
+
+#[test]
+fn every_missing_file_is_found() {
+    let folder = Folder::new();
+    let files = folder.manifest.files.iter().map(|f| &f.name).chain(folder.manifest.others.iter().map(|f| &f.name));
+    for name in files.map(String::as_str).chain(["B3SUMS"]) {
+        fs::rename(folder.path(name), folder.path("aside")).unwrap();
+        let findings: Vec<_> = folder.report().findings.into_iter().map(|f| (f.what, f.file, f.tensor)).collect();
+        assert_eq!(findings, [found(What::Missing, name, None)]);
+        fs::rename(folder.path("aside"), folder.path(name)).unwrap();
+    }
+    fs::remove_file(folder.path("ggshard.json")).unwrap();
+    let error = folder.verify().unwrap_err().to_string();
+    assert!(error.contains("not a checkpoint"), "{error}");
+}
+
+#[test]
+fn files_that_a_loader_would_pick_up_are_found() {
+    let folder = Folder::new();
+    let extra = ["extra.safetensors", "mtp/extra.safetensors", "other/x.safetensors", "a.partial", "b.done", "c.bin"];
+    fs::create_dir(folder.path("other")).unwrap();
+    for name in extra.iter().chain(&["README.md", ".gitattributes", "other/note.txt"]) {
+        fs::write(folder.path(name), "x").unwrap();
+    }
+    let mut names: Vec<_> = folder.report().findings.into_iter().map(|f| (f.what, f.file)).collect();
+    names.sort();
+    let mut expected: Vec<_> = extra.iter().map(|name| (What::Extra, name.to_string())).collect();
+    expected.sort();
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn a_tensor_more_in_a_file_is_found() {
+    let folder = Folder::new();
+    let tensors: Shapes = &[
+        ("embed", Dtype::F32, &[40, 8]),
+        ("q", Dtype::BF16, &[9, 16]),
+        ("none", Dtype::BF16, &[0, 4]),
+        ("more", Dtype::BF16, &[1]),
+    ];
+    write_file(folder.dir.path(), PART, Some(1), tensors);
+    let findings: Vec<_> = folder.report().findings.into_iter().map(|f| (f.what, f.file, f.tensor)).collect();
+    assert_eq!(findings, [found(What::Header, PART, Some("more")), found(What::Size, PART, None)]);
+}
+
+#[test]
+fn another_dtype_of_the_same_size_is_found_in_the_header() {
+    let folder = Folder::new();
+    let tensors: Shapes =
+        &[("embed", Dtype::F32, &[40, 8]), ("q", Dtype::F16, &[16, 9]), ("none", Dtype::BF16, &[0, 4])];
+    write_file(folder.dir.path(), PART, Some(1), tensors);
+    let report = folder.report();
+    let header = report.findings.iter().find(|f| f.what == What::Header).unwrap();
+    assert_eq!(header.tensor.as_deref(), Some("q"));
+    assert_eq!(header.expected.as_deref(), Some("BF16 [9, 16] at [1280,1568]"));
+    assert_eq!(header.found.as_deref(), Some("F16 [16, 9] at [1280,1568]"));
+    assert!(report.findings.iter().any(|f| f.what == What::FileDigest));
+    assert!(report.to_string().contains("tensor 'q'"), "{report}");
+}
+
+#[test]
+fn truncated_and_appended_files_are_found() {
+    let folder = Folder::new();
+    for name in [PART, "mtp/model.safetensors", "config.json"] {
+        for change in
+            [|b: &mut Vec<u8>| b.truncate(b.len() - 1), |b: &mut Vec<u8>| b.push(0), |b: &mut Vec<u8>| b.clear()]
+        {
+            let findings = folder.with(name, change);
+            assert!(findings.contains(&found(What::Size, name, None)), "{findings:?}");
+        }
+    }
+}
+
+#[test]
+fn swapped_files_of_two_ranks_are_found_and_named() {
+    let folder = Folder::new();
+    let other = "model-rank-0-part-0.safetensors";
+    fs::rename(folder.path(PART), folder.path("aside")).unwrap();
+    fs::rename(folder.path(other), folder.path(PART)).unwrap();
+    fs::rename(folder.path("aside"), folder.path(other)).unwrap();
+    let report = folder.report();
+    let digests: Vec<_> = report.findings.iter().filter(|f| f.what == What::FileDigest).collect();
+    assert_eq!(digests.len(), 2);
+    assert!(digests[0].found.as_ref().unwrap().ends_with(&format!("which is '{PART}'")));
+    assert!(digests[1].found.as_ref().unwrap().ends_with(&format!("which is '{other}'")));
+}
+
+#[test]
+fn one_rank_needs_only_its_own_files() {
+    let folder = Folder::new();
+    fs::remove_file(folder.path("model-rank-0-part-0.safetensors")).unwrap();
+    folder.edit("model-rank-0-part-1.safetensors", |bytes| bytes.push(1));
+    let rank = |rank| verify(folder.dir.path(), Options { rank: Some(rank), threads: 1 });
+    let report = rank(1).unwrap();
+    assert!(report.ok(), "{report}");
+    assert_eq!((report.files, report.tensors, report.rank), (6, 6, Some(1)));
+    assert_eq!(rank(0).unwrap().findings.len(), 3);
+    assert!(matches!(rank(2), Err(Error::Checkpoint(_))));
+    folder.edit("mtp/model.safetensors", |bytes| bytes[5000] ^= 1);
+    assert!(!rank(1).unwrap().ok(), "shared files are every rank's");
+}
+
+#[test]
+fn an_edited_manifest_is_refused() {
+    let folder = Folder::new();
+    folder.edit("ggshard.json", |bytes| {
+        *bytes = String::from_utf8(bytes.clone()).unwrap().replace("\"tp\":2", "\"tp\":4").into_bytes();
+    });
+    let error = folder.verify().unwrap_err().to_string();
+    assert!(error.contains("edited manifest"), "{error}");
+}
+
+#[test]
+fn a_consistently_resealed_manifest_does_not_excuse_other_bytes() {
+    let mut folder = Folder::new();
+    folder.manifest.files[2].blake3 = Digest::of(b"another");
+    let bytes = folder.manifest.to_bytes().unwrap();
+    fs::write(folder.path("ggshard.json"), &bytes).unwrap();
+    let findings: Vec<_> = folder.report().findings.into_iter().map(|f| (f.what, f.file, f.tensor)).collect();
+    // The file's own digest, and the lines of B3SUMS for the file and for the manifest.
+    let sums = || found(What::Sums, "B3SUMS", None);
+    assert_eq!(findings, [found(What::FileDigest, PART, None), sums(), sums()]);
+    folder.manifest.files[2].tensors[1].blake3 = Digest::of(b"another");
+    seal(folder.dir.path(), &folder.manifest);
+    let findings: Vec<_> = folder.report().findings.into_iter().map(|f| (f.what, f.file, f.tensor)).collect();
+    assert_eq!(findings, [found(What::FileDigest, PART, None), found(What::TensorDigest, PART, Some("q"))]);
+}
+
+#[test]
+fn an_index_that_names_the_wrong_file_is_found() {
+    let mut folder = Folder::new();
+    let cases = [
+        (r#""norm":"model-rank-0-part-1.safetensors""#, r#""norm":"model-rank-0-part-0.safetensors""#, Some("norm")),
+        (r#""norm":"model-rank-0-part-1.safetensors""#, r#""norm":"mtp/model.safetensors""#, Some("norm")),
+        (r#""q":"#, r#""Q":"#, Some("q")),
+        (r#""q":"#, r#""norm":"#, Some("norm")),
+        ("weight_map", "weightmap", None),
+    ];
+    let index = fs::read_to_string(folder.path("model.safetensors.index.json")).unwrap();
+    for (from, to, tensor) in cases {
+        let text = index.replace(from, to);
+        assert_ne!(text, index);
+        folder.manifest.others[1] = write_other(folder.dir.path(), "model.safetensors.index.json", &text);
+        seal(folder.dir.path(), &folder.manifest);
+        let report = folder.report();
+        assert!(!report.findings.is_empty());
+        assert!(report.findings.iter().all(|f| f.what == What::Index), "{report}");
+        assert!(report.findings.iter().any(|f| f.tensor.as_deref() == tensor), "{report}");
+    }
+}
+
+#[test]
+fn no_tensor_checked_is_a_failure() {
+    let mut folder = Folder::new();
+    for file in std::mem::take(&mut folder.manifest.files) {
+        fs::remove_file(folder.path(&file.name)).unwrap();
+    }
+    folder.manifest.parameters.clear();
+    folder.manifest.others.remove(1);
+    fs::remove_file(folder.path("model.safetensors.index.json")).unwrap();
+    seal(folder.dir.path(), &folder.manifest);
+    let report = folder.report();
+    assert!(!report.ok());
+    assert_eq!(report.findings.iter().map(|f| f.what).collect::<Vec<_>>(), [What::NothingChecked]);
+}
+
+#[test]
+fn a_file_that_is_a_folder_or_a_pipe_is_found() {
+    let folder = Folder::new();
+    fs::remove_file(folder.path("config.json")).unwrap();
+    fs::create_dir(folder.path("config.json")).unwrap();
+    fs::remove_file(folder.path(PART)).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(folder.path(PART)).status().unwrap().success());
+    let mut findings: Vec<_> = folder.report().findings.into_iter().map(|f| (f.what, f.file)).collect();
+    findings.sort();
+    assert_eq!(findings, [(What::Unreadable, "config.json".into()), (What::Unreadable, PART.into())]);
+}
+
+/// What `change` makes of the manifest must be refused, on writing and (sealed with a right digest) on reading.
+#[track_caller]
+fn refused(manifest: &Manifest, with: &str, change: impl FnOnce(&mut Manifest)) {
+    let mut changed = manifest.clone();
+    change(&mut changed);
+    let error = changed.to_bytes().unwrap_err();
+    assert!(matches!(error, Error::Audit(_)));
+    assert!(error.to_string().contains(with), "{error}");
+}
+
+#[test]
+fn a_manifest_that_contradicts_itself_is_refused() {
+    let folder = Folder::new();
+    let m = &folder.manifest;
+    refused(m, "rank 1 of 1", |m| m.topology.tp = 1);
+    refused(m, "no rank", |m| m.topology.tp = 0);
+    refused(m, "no rank", |m| m.topology.ranks.clear());
+    refused(m, "ascending", |m| m.topology.ranks = vec![1, 0]);
+    refused(m, "ascending", |m| m.topology.ranks = vec![0, 0]);
+    refused(m, "not in this folder", |m| m.topology.ranks = vec![0]);
+    for name in ["../x", "/x", "a//b", "a/b/c", "a\\b", "", "x\0"] {
+        refused(m, "", |m| m.files[0].name = name.into());
+    }
+    refused(m, "twice", |m| m.others[0].name = m.files[0].name.clone());
+    refused(m, "reserved", |m| m.others[0].name = "B3SUMS".into());
+    refused(m, "reserved", |m| m.files[0].name = "ggshard.json".into());
+    refused(m, "folder", |m| m.others[0].name = "mtp".into());
+    refused(m, "plain", |m| m.source.parts[0].name = "/data/x.gguf".into());
+    refused(m, "listed twice", |m| m.parameters[1].name = "embed".into());
+    refused(m, "not among", |m| m.parameters[1].name = "other".into());
+    refused(m, "no file holds", |m| m.parameters.push(parameter("lost", Dtype::F32, &[1], "column")));
+    refused(m, "dtype", |m| m.parameters[1].dtype = Dtype::F16);
+    refused(m, "once more", |m| m.files[2].rank = Some(0));
+    refused(m, "once more", |m| m.files[2].rank = None);
+    refused(m, "offsets", |m| m.files[0].tensors[1].offsets.0 += 2);
+    refused(m, "offsets", |m| m.files[0].tensors.swap(0, 1));
+    refused(m, "overflows", |m| m.files[0].tensors[0].shape = vec![u64::MAX, 2]);
+    refused(m, "multiple of 4096", |m| m.files[0].header_bytes = 4000);
+    refused(m, "multiple of 4096", |m| m.files[0].header_bytes = 0);
+    refused(m, "bytes", |m| m.files[0].bytes += 1);
+    refused(m, "version", |m| m.format_version = 2);
+    refused(m, "format", |m| m.format = "other".into());
+}
+
+/// The manifest's text after a replacement, with its digest made right.
+fn resealed(text: &str, from: &str, to: &str) -> String {
+    let end = text.rfind("\"digest\":\"").unwrap() + 10;
+    let changed = text[..end].replacen(from, to, 1);
+    assert_ne!(changed, text[..end], "{from}");
+    let zeroed = format!("{changed}{}\"\n}}\n", "0".repeat(64));
+    format!("{changed}{}\"\n}}\n", Digest::of(zeroed.as_bytes()))
+}
+
+#[test]
+fn a_well_sealed_manifest_of_another_shape_is_refused() {
+    let folder = Folder::new();
+    let text = fs::read_to_string(folder.path("ggshard.json")).unwrap();
+    let parse = |text: &str| Manifest::parse(text.as_bytes(), Path::new("ggshard.json"));
+    assert!(parse(&text).is_ok());
+    for (from, to, with) in [
+        ("\"tool\"", "\"more\":1,\"tool\"", "unknown field"),
+        ("\"tool\":\"ggshard 0.1.0\",", "", "missing field"),
+        ("\"rank\":0,", "", "missing field"),
+        ("\"tp\":2", "\"tp\":2,\"tp\":2", "duplicate field"),
+        ("\"tp\":2", "\"tp\":-2", "invalid value"),
+        ("\"format_version\":1", "\"format_version\":7", "format version 7"),
+        ("\"format\":\"ggshard\"", "\"format\":\"x\"", "format 'x'"),
+        ("BF16", "Q4_K", "dtype"),
+        ("\"offsets\":[0,1280]", "\"offsets\":[0,1281]", "offsets"),
+        ("model-rank-0-part-0.safetensors", "../evil.safetensors", "leaves its folder"),
+    ] {
+        let error = parse(&resealed(&text, from, to)).unwrap_err().to_string();
+        assert!(error.contains(with), "{from} → {to}: {error}");
+    }
+    for text in ["", "{", "null", &text[..text.len() - 1], &format!("{text} ")] {
+        assert!(parse(text).is_err());
+    }
+}
+
+proptest! {
+    #[test]
+    fn arbitrary_changes_to_a_sealed_manifest_never_panic(at in 0_usize..4000, with in "\\PC{0,8}", cut in 0_usize..8) {
+        let folder = tempfile::tempdir().unwrap();
+        checkpoint(folder.path());
+        let text = fs::read_to_string(folder.path().join("ggshard.json")).unwrap();
+        let at = at % (text.len() - 100);
+        prop_assume!(text.is_char_boundary(at) && text.is_char_boundary(at + cut));
+        let changed = format!("{}{with}{}", &text[..at], &text[at + cut..]);
+        let end = changed.rfind("\"digest\":\"").map_or(0, |i| i + 10);
+        let zeroed = format!("{}{}\"\n}}\n", &changed[..end], "0".repeat(64));
+        let sealed = format!("{}{}\"\n}}\n", &changed[..end], Digest::of(zeroed.as_bytes()));
+        let _ = Manifest::parse(sealed.as_bytes(), Path::new("x"));
+        let _ = Sums::parse(changed.as_bytes(), Path::new("x"));
+    }
+}
