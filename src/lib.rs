@@ -3,9 +3,12 @@
 
 pub mod dequant;
 pub mod dtype;
+pub mod engine;
 pub mod error;
 pub mod gguf;
+pub mod mapping;
 pub mod output;
+pub mod plan;
 pub mod verify;
 
 pub use error::{Error, Fault, Result};

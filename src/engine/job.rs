@@ -1,0 +1,133 @@
+//! Jobs: a parameter's pieces on all ranks, grouped by the region of the source that they read.
+
+use crate::mapping::ValueOp;
+use crate::plan::{Origin, Param, Plan, Region};
+
+/// A region of a source, and where it goes.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Job {
+    /// Index of the parameter.
+    pub param: u32,
+    /// What is read.
+    pub read: Read,
+    /// Where it goes.
+    pub outputs: Vec<Output>,
+}
+
+/// What a job reads.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Read {
+    /// Nothing: `elements` times a constant.
+    Fill { value: f32, elements: u64 },
+    /// A run of elements, for every output.
+    Run { source: u32, start: u64, elements: u64, op: ValueOp },
+    /// Rows of elements, `stride` apart, the first row's first element being `start`; outputs take columns of them.
+    Rows { source: u32, start: u64, stride: u64, rows: u64, op: ValueOp },
+    /// A matrix of `rows` × `cols` elements whose columns become rows.
+    Transposed { source: u32, start: u64, stride: u64, rows: u64, cols: u64, op: ValueOp },
+}
+
+/// One place that a job's elements go to.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Output {
+    /// The ranks that hold this very slice.
+    pub ranks: Vec<u32>,
+    /// First column of a `Rows` read that it takes; 0 otherwise.
+    pub col: u64,
+    /// Columns that it takes (of a `Rows` read), or elements per row of what it gets.
+    pub cols: u64,
+    /// First element in the slice.
+    pub start: u64,
+    /// Elements of the slice between one row and the next.
+    pub stride: u64,
+}
+
+/// The jobs of a parameter for the wanted ranks, in the order of the source.
+pub(super) fn jobs(plan: &Plan, index: u32, wanted: &[bool]) -> Vec<Job> {
+    let param = &plan.params[index as usize];
+    let mut jobs: Vec<Job> = Vec::new();
+    for (ranks, pieces) in distinct(param, wanted) {
+        let slice = &param.slices[ranks[0] as usize];
+        let width = crate::mapping::Matrix::of(slice.shape.axes()).cols;
+        for piece in plan.pieces_of(slice).iter().filter(|_| !pieces.is_empty()) {
+            let start = piece.row * width + piece.col;
+            let elements = piece.rows * piece.cols;
+            let in_one_run = piece.rows == 1 || piece.cols == width;
+            let (read, output) = match piece.origin {
+                Origin::Fill(value) if in_one_run => {
+                    (Read::Fill { value, elements }, (0, elements, start, elements))
+                }
+                Origin::Fill(value) => {
+                    for row in 0..piece.rows {
+                        let output = Output {
+                            ranks: ranks.clone(),
+                            col: 0,
+                            cols: piece.cols,
+                            start: start + row * width,
+                            stride: piece.cols,
+                        };
+                        jobs.push(Job {
+                            param: index,
+                            read: Read::Fill { value, elements: piece.cols },
+                            outputs: vec![output],
+                        });
+                    }
+                    continue;
+                }
+                Origin::Source(region) => source_read(&region, piece.rows, piece.cols, start, width, in_one_run),
+            };
+            let (col, cols, start, stride) = output;
+            let output = Output { ranks: ranks.clone(), col, cols, start, stride };
+            // Row-parallel ranks take columns of the same rows: one job decodes them for all.
+            let shares = |job: &&mut Job| job.read == read && !matches!(read, Read::Fill { .. });
+            match jobs.iter_mut().rev().take(LOOK_BACK).find(shares) {
+                Some(job) => job.outputs.push(output),
+                None => jobs.push(Job { param: index, read, outputs: vec![output] }),
+            }
+        }
+    }
+    jobs
+}
+
+/// How many earlier jobs of a parameter are searched for the same read. Ranks repeat their pieces in the same order, so
+/// a parameter of many pieces per rank (heads) is either cut by heads, and nothing repeats, or replicated, and then
+/// the ranks are one output.
+const LOOK_BACK: usize = 64;
+
+/// A region as a read, and the output's (col, cols, start, stride).
+fn source_read(
+    region: &Region,
+    rows: u64,
+    cols: u64,
+    start: u64,
+    width: u64,
+    in_one_run: bool,
+) -> (Read, (u64, u64, u64, u64)) {
+    let Region { source, op, .. } = *region;
+    let first = region.row * region.width;
+    let stride = region.step * region.width;
+    if region.transpose {
+        let read = Read::Transposed { source, start: first + region.col, stride, rows: cols, cols: rows, op };
+        return (read, (0, cols, start, width));
+    }
+    if rows == 1 || (in_one_run && stride == cols) {
+        let elements = rows * cols;
+        return (Read::Run { source, start: first + region.col, elements, op }, (0, elements, start, elements));
+    }
+    // A step over several rows is one longer row of which some columns are taken.
+    let begin = first / stride * stride;
+    let col = first - begin + region.col;
+    (Read::Rows { source, start: begin, stride, rows, op }, (col, cols, start, width))
+}
+
+/// Ranks that hold the very same slice, with its pieces.
+fn distinct(param: &Param, wanted: &[bool]) -> Vec<(Vec<u32>, std::ops::Range<u32>)> {
+    let mut groups: Vec<(Vec<u32>, std::ops::Range<u32>)> = Vec::new();
+    for (rank, slice) in param.slices.iter().enumerate().filter(|(r, _)| wanted[*r]) {
+        match groups.last_mut() {
+            Some((ranks, pieces)) if *pieces == slice.pieces && !pieces.is_empty() => ranks.push(rank as u32),
+            Some(_) | None => groups.push((vec![rank as u32], slice.pieces.clone())),
+        }
+    }
+    groups
+}

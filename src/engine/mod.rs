@@ -1,0 +1,28 @@
+//! Engine: executes a plan in one pass over the sources.
+//!
+//! ```text
+//! parameters in the plan's order ─► jobs ─► tiles ─► workers: decode, then hand the bytes to the sink
+//!                                                             (hash and write while they are in cache)
+//! ```
+//!
+//! A **job** is a region of one source and every place that it goes to, on whatever ranks; a **tile** is as much of a
+//! job as fits the cache. Workers take tiles in order and finish them in any order: the sink hashes out of order, so
+//! nothing waits for a neighbour, memory is bounded by (workers × tile), and the bytes depend on neither.
+
+mod job;
+mod reads;
+mod run;
+mod tile;
+
+pub use reads::Reads;
+pub use run::{Engine, Options, Outcome};
+
+use crate::error::Result;
+
+/// Takes the finished bytes.
+pub trait Sink: Sync {
+    /// Takes `bytes` that begin at byte `offset` of the slice that each of `ranks` holds of parameter `param`.
+    ///
+    /// Every byte of every slice comes exactly once, in any order and from any worker. `ranks` hold equal slices.
+    fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()>;
+}

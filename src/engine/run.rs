@@ -1,0 +1,241 @@
+//! The engine's workers.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::job::{Job, Read, jobs};
+use super::tile::{Context, Scratch, Tile, tiles};
+use super::{Reads, Sink};
+use crate::dequant::{Dequantizer, Nonfinite, Simd};
+use crate::error::{Error, Fault, Result};
+use crate::gguf::{Advice, GgufSet};
+use crate::plan::{Origin, Plan};
+
+/// How to execute a plan. None of it changes a byte of the output.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Ranks to make; empty for all.
+    pub ranks: Vec<u32>,
+    /// Number of workers; 0 for one per CPU.
+    pub threads: usize,
+    /// About how many bytes of output a tile makes. The default stays in a second-level cache.
+    pub tile_bytes: u64,
+    /// How many bytes of the sources are requested ahead of the workers.
+    pub readahead: u64,
+    /// Whether NaN, infinities and overflows are let through (and counted).
+    pub allow_nonfinite: bool,
+    /// Remember every fetched range, to prove that none was fetched twice.
+    pub track_reads: bool,
+    /// The best instruction set that may be used.
+    pub simd: Simd,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            ranks: Vec::new(),
+            threads: 0,
+            tile_bytes: 512 << 10,
+            readahead: 64 << 20,
+            allow_nonfinite: false,
+            track_reads: false,
+            simd: Simd::detect(),
+        }
+    }
+}
+
+/// What an execution saw.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Source bytes that were fetched.
+    pub reads: Reads,
+    /// Parameters with values that are not finite, and how many.
+    pub nonfinite: BTreeMap<u32, Nonfinite>,
+}
+
+/// A plan bound to its source.
+pub struct Engine<'a> {
+    plan: &'a Plan,
+    set: &'a GgufSet,
+    options: Options,
+}
+
+impl<'a> Engine<'a> {
+    /// Binds a plan to the set that it was made for.
+    pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
+        Engine { plan, set, options }
+    }
+
+    /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
+    pub fn run(&self, sink: &dyn Sink, progress: &(dyn Fn(u64) + Sync)) -> Result<Outcome> {
+        let plan = self.plan;
+        let mut wanted = vec![self.options.ranks.is_empty(); plan.tp as usize];
+        for rank in &self.options.ranks {
+            let slot = wanted.get_mut(*rank as usize);
+            *slot.ok_or_else(|| Fault::new(format!("rank {rank} of {}", plan.tp)).layout())? = true;
+        }
+        let decoders: Vec<Option<Dequantizer>> =
+            plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
+        let reads = Reads::new(plan.sources.len(), self.options.track_reads);
+        let context =
+            Context { plan, set: self.set, sink, reads: &reads, simd: self.options.simd, decoders: &decoders };
+        let shared = Shared {
+            queue: Mutex::new(Queue { engine: self, wanted: &wanted, param: 0, ready: Vec::new(), ahead: Ahead::default() }),
+            stop: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            nonfinite: Mutex::new(BTreeMap::new()),
+        };
+        let threads = match self.options.threads {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            n => n,
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| shared.work(&context, self.options.allow_nonfinite, progress));
+            }
+        });
+        let Shared { failure, nonfinite, .. } = shared;
+        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),
+        }
+    }
+}
+
+struct Shared<'a> {
+    queue: Mutex<Queue<'a>>,
+    stop: AtomicBool,
+    failure: Mutex<Option<Error>>,
+    nonfinite: Mutex<BTreeMap<u32, Nonfinite>>,
+}
+
+impl Shared<'_> {
+    fn work(&self, context: &Context<'_>, allow_nonfinite: bool, progress: &(dyn Fn(u64) + Sync)) {
+        let mut scratch = Scratch::default();
+        while !self.stop.load(Ordering::Relaxed) {
+            let next = self.queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((job, tile)) = next else { return };
+            let done = context.execute(&job, &tile, &mut scratch).and_then(|(bytes, found)| {
+                if found.any() {
+                    *self.nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() += found;
+                    if !allow_nonfinite {
+                        return Err(refusal(context.plan, &job, found));
+                    }
+                }
+                Ok(bytes)
+            });
+            match done {
+                Ok(bytes) => progress(bytes),
+                Err(error) => {
+                    self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    self.stop.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
+    let param = &plan.params[job.param as usize];
+    let source = match job.read {
+        Read::Fill { .. } => "a constant".to_owned(),
+        Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
+            let source = &plan.sources[source as usize];
+            format!("source tensor '{}' ({})", source.name, source.ty)
+        }
+    };
+    Fault::new(format!(
+        "{source} decodes to {} NaN, {} infinite and {} values that overflow {} in one tile",
+        found.nan, found.inf, found.overflow, param.dtype
+    ))
+    .tensor(&param.name)
+    .expected("finite values")
+    .remedy(if found.overflow > 0 && found.nan + found.inf == 0 {
+        "Choose --dtype bf16 or f32, or let the overflows become infinite with --allow-nonfinite"
+    } else {
+        "The quantized file is damaged or was made from a damaged model; let the values through with --allow-nonfinite"
+    })
+    .nonfinite()
+}
+
+/// The tiles in order, made as they are asked for.
+struct Queue<'a> {
+    engine: &'a Engine<'a>,
+    wanted: &'a [bool],
+    param: usize,
+    /// Tiles of the current parameter, last first.
+    ready: Vec<(Arc<Job>, Tile)>,
+    ahead: Ahead,
+}
+
+impl Queue<'_> {
+    fn next(&mut self) -> Option<(Arc<Job>, Tile)> {
+        while self.ready.is_empty() {
+            let param = self.engine.plan.params.get(self.param)?;
+            self.ahead.advance(self.engine, self.param);
+            let target = self.engine.options.tile_bytes.max(1) / param.dtype.bytes();
+            for job in jobs(self.engine.plan, self.param as u32, self.wanted) {
+                let block = match job.read {
+                    Read::Fill { .. } => 1,
+                    Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
+                        self.engine.plan.sources[source as usize].ty.block()
+                    }
+                };
+                let job = Arc::new(job);
+                self.ready.extend(tiles(&job, block, target).into_iter().map(|tile| (job.clone(), tile)));
+            }
+            self.ready.reverse();
+            self.param += 1;
+        }
+        self.ready.pop()
+    }
+}
+
+/// Requests source bytes before workers need them: parameters ahead of the current one, as many bytes as allowed.
+#[derive(Default)]
+struct Ahead {
+    /// The next parameter whose bytes are requested.
+    param: usize,
+    /// Bytes requested for parameters from the current one on.
+    pending: u64,
+}
+
+impl Ahead {
+    fn advance(&mut self, engine: &Engine<'_>, current: usize) {
+        let plan = engine.plan;
+        if self.param > current {
+            self.pending -= self.pending.min(spans(plan, current).map(|(_, r)| r.end - r.start).sum());
+        }
+        self.param = self.param.max(current);
+        while self.pending < engine.options.readahead.max(1) && self.param < plan.params.len() {
+            for (source, range) in spans(plan, self.param) {
+                let tensor = &engine.set.tensors()[source as usize];
+                let range = tensor.offset + range.start..tensor.offset + range.end;
+                self.pending += range.end - range.start;
+                // Advice only: what the system makes of it changes nothing but speed.
+                if let Err(error) = engine.set.advise(tensor.part, range, Advice::WillNeed) {
+                    tracing::debug!(%error, "no readahead");
+                }
+            }
+            self.param += 1;
+        }
+    }
+}
+
+/// The byte range of each source that a parameter reads, over all ranks.
+fn spans(plan: &Plan, param: usize) -> impl Iterator<Item = (u32, Range<u64>)> {
+    let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
+    for slice in &plan.params[param].slices {
+        for piece in plan.pieces_of(slice) {
+            let Origin::Source(region) = piece.origin else { continue };
+            let ty = plan.sources[region.source as usize].ty;
+            let first = region.element(0, 0) / ty.block() * ty.block_bytes();
+            let last = (region.element(piece.rows - 1, piece.cols - 1) / ty.block() + 1) * ty.block_bytes();
+            let span = spans.entry(region.source).or_insert(first..last);
+            *span = span.start.min(first)..span.end.max(last);
+        }
+    }
+    spans.into_iter()
+}

@@ -1,0 +1,370 @@
+//! Tiles: as much of a job as fits the cache, and how one is decoded.
+
+use std::ops::Range;
+
+use super::job::{Job, Output, Read};
+use super::{Reads, Sink};
+use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert};
+use crate::dtype::Dtype;
+use crate::error::{Fault, Result};
+use crate::gguf::{GgmlType, GgufSet};
+use crate::mapping::ValueOp;
+use crate::plan::Plan;
+
+/// A rectangle of a job: rows and columns of its read (a run has one row).
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Tile {
+    pub rows: Range<u64>,
+    pub cols: Range<u64>,
+}
+
+/// Splits a job into tiles of about `target` elements, between blocks of `block` elements.
+pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
+    let target = target.max(block);
+    let chunks = |range: Range<u64>, step: u64| -> Vec<Range<u64>> {
+        let mut out = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let next = (at / step + 1).saturating_mul(step).min(range.end);
+            out.push(at..next);
+            at = next;
+        }
+        out
+    };
+    let grid = |rows: Vec<Range<u64>>, cols: Vec<Range<u64>>| -> Vec<Tile> {
+        rows.iter().flat_map(|r| cols.iter().map(|c| Tile { rows: r.clone(), cols: c.clone() })).collect()
+    };
+    match job.read {
+        Read::Fill { elements, .. } => grid(vec![0..1], chunks(0..elements, target)),
+        Read::Run { start, elements, .. } => {
+            // Columns count from the source's first element, so that boundaries fall between blocks.
+            grid(vec![0..1], chunks(start..start + elements, target / block * block))
+        }
+        Read::Rows { rows, .. } => {
+            let first = job.outputs.iter().map(|o| o.col).min().unwrap_or(0);
+            let last = job.outputs.iter().map(|o| o.col + o.cols).max().unwrap_or(0);
+            let span = (last - first).max(1);
+            if span <= target {
+                grid(chunks(0..rows, target / span), vec![first..last])
+            } else {
+                grid((0..rows).map(|r| r..r + 1).collect(), chunks(first..last, target / block * block))
+            }
+        }
+        Read::Transposed { rows, cols, .. } => {
+            let wide = (target / rows.max(1) / block).max(1) * block;
+            let tall = (target / wide).max(1);
+            grid(chunks(0..rows, tall.max(rows.min(4 * tall))), chunks(0..cols, wide))
+        }
+    }
+}
+
+/// Buffers of one worker, reused from tile to tile.
+#[derive(Default)]
+pub(super) struct Scratch {
+    decoded: Vec<u8>,
+    floats: Vec<f32>,
+    out: Vec<u8>,
+}
+
+/// What tiles need to know.
+pub(super) struct Context<'a> {
+    pub plan: &'a Plan,
+    pub set: &'a GgufSet,
+    pub sink: &'a dyn Sink,
+    pub reads: &'a Reads,
+    pub simd: Simd,
+    /// A decoder per source, none for types without one.
+    pub decoders: &'a [Option<Dequantizer>],
+}
+
+impl Context<'_> {
+    /// Decodes a tile and hands it to the sink. Gives the number of bytes written and what was not finite.
+    pub fn execute(&self, job: &Job, tile: &Tile, scratch: &mut Scratch) -> Result<(u64, Nonfinite)> {
+        let dtype = self.plan.params[job.param as usize].dtype;
+        match job.read {
+            Read::Fill { value, .. } => self.fill(job, tile, value, dtype, scratch),
+            Read::Run { source, op, .. } => {
+                let found = self.decode_row(source, tile.cols.clone(), op, dtype, scratch, None)?;
+                let start = job_start(&job.read);
+                let bytes = self.put_run(job, tile.cols.start - start, dtype, &scratch.decoded)?;
+                Ok((bytes, found))
+            }
+            Read::Rows { source, start, stride, op, .. } => {
+                let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
+                let mut bytes = 0;
+                for output in &job.outputs {
+                    bytes += self.put_columns(job.param, output, tile, dtype, scratch)?;
+                }
+                Ok((bytes, found))
+            }
+            Read::Transposed { source, start, stride, op, .. } => {
+                let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
+                let mut bytes = 0;
+                for output in &job.outputs {
+                    bytes += self.put_transposed(job.param, output, tile, dtype, scratch)?;
+                }
+                Ok((bytes, found))
+            }
+        }
+    }
+
+    fn fill(&self, job: &Job, tile: &Tile, value: f32, dtype: Dtype, scratch: &mut Scratch) -> Result<(u64, Nonfinite)> {
+        let n = (tile.cols.end - tile.cols.start) as usize;
+        scratch.floats.clear();
+        scratch.floats.resize(n, value);
+        scratch.decoded.resize(n * dtype.bytes() as usize, 0);
+        let found = match float_type(dtype) {
+            Some(float) => convert(&scratch.floats, float, self.simd, &mut scratch.decoded),
+            None => {
+                // Only zero has the same bytes in every type.
+                scratch.decoded.fill(0);
+                Nonfinite::default()
+            }
+        };
+        Ok((self.put_run(job, tile.cols.start, dtype, &scratch.decoded)?, found))
+    }
+
+    fn put_run(&self, job: &Job, first: u64, dtype: Dtype, bytes: &[u8]) -> Result<u64> {
+        let mut written = 0;
+        for output in &job.outputs {
+            self.sink.put(job.param, &output.ranks, (output.start + first) * dtype.bytes(), bytes)?;
+            written += bytes.len() as u64 * output.ranks.len() as u64;
+        }
+        Ok(written)
+    }
+
+    /// Decodes the tile's rows into `scratch.decoded`, one after the other.
+    #[allow(clippy::too_many_arguments)]
+    fn decode_rows(
+        &self,
+        source: u32,
+        start: u64,
+        stride: u64,
+        tile: &Tile,
+        op: ValueOp,
+        dtype: Dtype,
+        scratch: &mut Scratch,
+    ) -> Result<Nonfinite> {
+        let cols = tile.cols.end - tile.cols.start;
+        if cols == stride {
+            // Whole rows follow each other in the source: they are one run.
+            let run = start + tile.rows.start * stride..start + tile.rows.end * stride;
+            return self.decode_row(source, run, op, dtype, scratch, None);
+        }
+        let row_bytes = (cols * dtype.bytes()) as usize;
+        let rows = (tile.rows.end - tile.rows.start) as usize;
+        scratch.decoded.resize(rows * row_bytes, 0);
+        let mut found = Nonfinite::default();
+        for (i, row) in tile.rows.clone().enumerate() {
+            let first = start + row * stride;
+            let range = first + tile.cols.start..first + tile.cols.end;
+            found += self.decode_row(source, range, op, dtype, scratch, Some(i * row_bytes..(i + 1) * row_bytes))?;
+        }
+        Ok(found)
+    }
+
+    /// Decodes elements of a source into a range of `scratch.decoded`, or into all of it.
+    fn decode_row(
+        &self,
+        source: u32,
+        elements: Range<u64>,
+        op: ValueOp,
+        dtype: Dtype,
+        scratch: &mut Scratch,
+        at: Option<Range<usize>>,
+    ) -> Result<Nonfinite> {
+        let tensor = &self.set.tensors()[source as usize];
+        let ty = tensor.ty;
+        let n = (elements.end - elements.start) as usize;
+        let at = match at {
+            Some(at) => at,
+            None => {
+                scratch.decoded.resize(n * dtype.bytes() as usize, 0);
+                0..scratch.decoded.len()
+            }
+        };
+        // The blocks that cover the elements.
+        let (block, block_bytes) = (ty.block(), ty.block_bytes());
+        let blocks = elements.start / block..elements.end.div_ceil(block);
+        let range = blocks.start * block_bytes..blocks.end * block_bytes;
+        let data = self.set.data(source as usize)?;
+        let bytes = data.get(range.start as usize..range.end as usize).ok_or_else(|| {
+            Fault::new(format!("bytes {range:?} of {} are needed", data.len())).tensor(&tensor.name).audit()
+        })?;
+        self.reads.record(source, range);
+        let skipped = (elements.start - blocks.start * block) as usize;
+        let Some(float) = float_type(dtype).filter(|_| unchanged(ty) != Some(dtype)) else {
+            // Handed on as it is: blocks of one element.
+            scratch.decoded[at].copy_from_slice(bytes);
+            return Ok(Nonfinite::default());
+        };
+        let decoder = self.decoders[source as usize].ok_or_else(|| {
+            Fault::new(format!("type {ty} has no decoder")).tensor(&tensor.name).audit()
+        })?;
+        let whole = skipped == 0 && n as u64 == (blocks.end - blocks.start) * block;
+        if whole && op.is_identity() {
+            return Ok(decoder.decode(bytes, float, &mut scratch.decoded[at]));
+        }
+        scratch.floats.resize(((blocks.end - blocks.start) * block) as usize, 0.0);
+        decoder.to_f32(bytes, &mut scratch.floats);
+        let values = &mut scratch.floats[skipped..skipped + n];
+        self.apply(op, values)?;
+        Ok(convert(values, float, self.simd, &mut scratch.decoded[at]))
+    }
+
+    fn apply(&self, op: ValueOp, values: &mut [f32]) -> Result<()> {
+        if let Some((source, element)) = op.scale {
+            let data = self.set.data(source as usize)?;
+            let at = element as usize * 4;
+            let bytes = data.get(at..at + 4).and_then(|b| b.try_into().ok()).ok_or_else(|| {
+                Fault::new(format!("scale {element} is outside the tensor"))
+                    .tensor(&self.set.tensors()[source as usize].name)
+                    .audit()
+            })?;
+            let scale = f32::from_le_bytes(bytes);
+            values.iter_mut().for_each(|v| *v *= scale);
+        }
+        if let Some(constant) = op.add {
+            values.iter_mut().for_each(|v| *v += constant);
+        }
+        Ok(())
+    }
+
+    /// Hands an output the columns that it takes of the decoded rows.
+    fn put_columns(&self, param: u32, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
+        let width = dtype.bytes();
+        let taken = output.col.max(tile.cols.start)..(output.col + output.cols).min(tile.cols.end);
+        if taken.start >= taken.end {
+            return Ok(0);
+        }
+        let cols = taken.end - taken.start;
+        let (row_bytes, decoded_row) = ((cols * width) as usize, ((tile.cols.end - tile.cols.start) * width) as usize);
+        let rows = (tile.rows.end - tile.rows.start) as usize;
+        let skip = ((taken.start - tile.cols.start) * width) as usize;
+        let first = output.start + tile.rows.start * output.stride + (taken.start - output.col);
+        let gather = |decoded: &[u8], out: &mut Vec<u8>| {
+            out.clear();
+            for row in decoded.chunks_exact(decoded_row).take(rows) {
+                out.extend_from_slice(&row[skip..skip + row_bytes]);
+            }
+        };
+        gather(&scratch.decoded, &mut scratch.out);
+        self.put_rows(param, output, first, cols, width, &scratch.out)
+    }
+
+    /// Hands an output the transposed tile: its columns become rows.
+    fn put_transposed(&self, param: u32, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
+        let rows = (tile.rows.end - tile.rows.start) as usize;
+        let cols = (tile.cols.end - tile.cols.start) as usize;
+        let Scratch { decoded, out, .. } = scratch;
+        match dtype.bytes() {
+            1 => transpose::<1>(decoded, rows, cols, out),
+            2 => transpose::<2>(decoded, rows, cols, out),
+            4 => transpose::<4>(decoded, rows, cols, out),
+            _ => transpose::<8>(decoded, rows, cols, out),
+        }
+        let first = output.start + tile.cols.start * output.stride + tile.rows.start;
+        self.put_rows(param, output, first, rows as u64, dtype.bytes(), out)
+    }
+
+    /// Hands on rows of `cols` elements that lie `output.stride` apart in the slice, as one run where they touch.
+    fn put_rows(&self, param: u32, output: &Output, first: u64, cols: u64, width: u64, bytes: &[u8]) -> Result<u64> {
+        if cols == output.stride {
+            self.sink.put(param, &output.ranks, first * width, bytes)?;
+        } else {
+            for (i, row) in bytes.chunks_exact((cols * width) as usize).enumerate() {
+                self.sink.put(param, &output.ranks, (first + i as u64 * output.stride) * width, row)?;
+            }
+        }
+        Ok(bytes.len() as u64 * output.ranks.len() as u64)
+    }
+}
+
+fn job_start(read: &Read) -> u64 {
+    match read {
+        Read::Fill { .. } => 0,
+        Read::Run { start, .. } | Read::Rows { start, .. } | Read::Transposed { start, .. } => *start,
+    }
+}
+
+/// Transposes a matrix of elements of `N` bytes, in squares that stay in the first-level cache.
+fn transpose<const N: usize>(from: &[u8], rows: usize, cols: usize, to: &mut Vec<u8>) {
+    const SIDE: usize = 32;
+    to.resize(rows * cols * N, 0);
+    let (from, _) = from.as_chunks::<N>();
+    let (to, _) = to.as_chunks_mut::<N>();
+    for row in (0..rows).step_by(SIDE) {
+        for col in (0..cols).step_by(SIDE) {
+            for i in row..rows.min(row + SIDE) {
+                for j in col..cols.min(col + SIDE) {
+                    to[j * rows + i] = from[i * cols + j];
+                }
+            }
+        }
+    }
+}
+
+/// The float type behind an output dtype.
+fn float_type(dtype: Dtype) -> Option<FloatType> {
+    [FloatType::F32, FloatType::BF16, FloatType::F16].into_iter().find(|f| f.name() == dtype.name())
+}
+
+/// The dtype that holds a type's elements bit for bit without any conversion, where types of the same name meet.
+fn unchanged(ty: GgmlType) -> Option<Dtype> {
+    Dtype::parse(ty.name()).filter(|_| matches!(ty, GgmlType::I8 | GgmlType::I16 | GgmlType::I32 | GgmlType::I64 | GgmlType::F64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(read: Read, outputs: Vec<Output>) -> Job {
+        Job { param: 0, read, outputs }
+    }
+
+    fn output(col: u64, cols: u64) -> Output {
+        Output { ranks: vec![0], col, cols, start: 0, stride: cols }
+    }
+
+    /// Every tile's rectangle is disjoint from the others and together they are the job.
+    fn cover(job: &Job, rows: u64, cols: Range<u64>, block: u64, target: u64) {
+        let tiles = tiles(job, block, target);
+        let area: u64 = tiles.iter().map(|t| (t.rows.end - t.rows.start) * (t.cols.end - t.cols.start)).sum();
+        assert_eq!(area, rows * (cols.end - cols.start));
+        for (i, a) in tiles.iter().enumerate() {
+            assert!(a.rows.end <= rows && a.cols.start >= cols.start && a.cols.end <= cols.end);
+            for b in &tiles[..i] {
+                let apart = a.rows.end <= b.rows.start
+                    || b.rows.end <= a.rows.start
+                    || a.cols.end <= b.cols.start
+                    || b.cols.end <= a.cols.start;
+                assert!(apart, "{a:?} {b:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_cover_a_job_once_and_break_between_blocks() {
+        let op = ValueOp::default();
+        for target in [1, 32, 100, 4096] {
+            let run = job(Read::Run { source: 0, start: 96, elements: 1000, op }, vec![output(0, 1000)]);
+            cover(&run, 1, 96..1096, 32, target);
+            assert!(tiles(&run, 32, target).iter().all(|t| t.cols.start % 32 == 0));
+            let rows = Read::Rows { source: 0, start: 0, stride: 512, rows: 7, op };
+            cover(&job(rows, vec![output(64, 64), output(128, 64)]), 7, 64..192, 32, target);
+            let turned = Read::Transposed { source: 0, start: 0, stride: 192, rows: 50, cols: 192, op };
+            cover(&job(turned, vec![output(0, 50)]), 50, 0..192, 32, target);
+        }
+    }
+
+    #[test]
+    fn transposing_twice_gives_the_same_bytes() {
+        let (rows, cols) = (37, 65);
+        let bytes: Vec<u8> = (0..rows * cols * 2).map(|i| (i * 31 % 251) as u8).collect();
+        let (mut once, mut twice) = (Vec::new(), Vec::new());
+        transpose::<2>(&bytes, rows, cols, &mut once);
+        assert_eq!(once[2..4], bytes[cols * 2..cols * 2 + 2]);
+        transpose::<2>(&once, cols, rows, &mut twice);
+        assert_eq!(twice, bytes);
+    }
+}

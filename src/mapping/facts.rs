@@ -1,0 +1,293 @@
+//! What rules may ask of a file: tensors, metadata, and the dimensions computed from them.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use super::expr::{Scope, Value};
+use super::pattern;
+use super::rules::{DimSource, Rules};
+use crate::error::{Fault, Result};
+use crate::gguf::{GgufSet, Value as Field};
+
+/// A file seen through a mapping's dimensions, which are computed when first asked for.
+pub struct Facts<'a> {
+    set: &'a GgufSet,
+    rules: &'a Rules,
+    architecture: &'a str,
+    dims: RefCell<HashMap<&'a str, Entry>>,
+}
+
+#[derive(Clone)]
+enum Entry {
+    InProgress,
+    Done(Result<Dim, Absent>),
+}
+
+/// Why a dimension has no value.
+#[derive(Debug, Clone)]
+enum Absent {
+    /// None of its sources is in the file.
+    NotInFile(String),
+    /// Its source is there but unusable.
+    Broken(String),
+}
+
+/// The value of a dimension and where it came from.
+#[derive(Debug, Clone)]
+struct Dim {
+    value: DimValue,
+    origin: String,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum DimValue {
+    One(Value),
+    PerBlock(Vec<Value>),
+}
+
+impl<'a> Facts<'a> {
+    /// Binds rules to a file. Only rules that name tensors need to know the architecture.
+    pub fn new(set: &'a GgufSet, rules: &'a Rules) -> Result<Self> {
+        let architecture = if rules.every_tensor { "" } else { set.architecture()? };
+        Ok(Facts { set, rules, architecture, dims: RefCell::default() })
+    }
+
+    /// The file.
+    pub fn set(&self) -> &'a GgufSet {
+        self.set
+    }
+
+    /// The mapping's rules.
+    pub fn rules(&self) -> &'a Rules {
+        self.rules
+    }
+
+    /// The whole name of a metadata key: `{architecture}.` is implied.
+    pub fn full_key(&self, key: &str) -> String {
+        if key.starts_with("general.") || key.starts_with("tokenizer.") {
+            key.to_owned()
+        } else {
+            format!("{}.{key}", self.architecture)
+        }
+    }
+
+    /// A dimension that gives one truth value or number per block, if the file has it.
+    pub fn per_block(&self, name: &str, block: u64) -> Result<Option<Value>> {
+        match self.dim(name) {
+            Ok(Dim { value: DimValue::PerBlock(list), .. }) => {
+                Ok(usize::try_from(block).ok().and_then(|b| list.get(b).cloned()))
+            }
+            Ok(Dim { value: DimValue::One(value), .. }) => Ok(Some(value)),
+            Err(Absent::NotInFile(_)) => Ok(None),
+            Err(Absent::Broken(why)) => Err(self.fault(why).contradiction()),
+        }
+    }
+
+    /// The dimensions named in `text` with their values and where those came from, for messages.
+    pub fn explain(&self, text: &str) -> String {
+        let mut seen: Vec<&str> = Vec::new();
+        let mut out = Vec::new();
+        for word in pattern::words(text) {
+            let Some((name, _)) = self.rules.dims.get_key_value(word) else { continue };
+            if seen.contains(&name.as_str()) {
+                continue;
+            }
+            seen.push(name);
+            if let Ok(Dim { value: DimValue::One(value), origin }) = self.dim(name) {
+                out.push(format!("{name} = {value} from {origin}"));
+            }
+        }
+        out.join(", ")
+    }
+
+    /// Starts a fault that names the file.
+    pub fn fault(&self, found: impl Into<String>) -> Fault {
+        Fault::new(found).file(self.set.path())
+    }
+
+    fn dim(&self, name: &str) -> Result<Dim, Absent> {
+        let Some((name, sources)) = self.rules.dims.get_key_value(name) else {
+            return Err(Absent::Broken(format!("'{name}' is neither a dimension nor a loop variable")));
+        };
+        match self.dims.borrow().get(name.as_str()) {
+            Some(Entry::Done(result)) => return result.clone(),
+            Some(Entry::InProgress) => {
+                return Err(Absent::Broken(format!("dimension '{name}' is defined by itself")));
+            }
+            None => {}
+        }
+        self.dims.borrow_mut().insert(name, Entry::InProgress);
+        let result = self.first_source(name, sources.as_slice());
+        self.dims.borrow_mut().insert(name, Entry::Done(result.clone()));
+        result
+    }
+
+    fn first_source(&self, name: &str, sources: &[DimSource]) -> Result<Dim, Absent> {
+        let mut asked = Vec::new();
+        for source in sources {
+            match self.source(source) {
+                Err(Absent::NotInFile(what)) => asked.push(what),
+                Err(Absent::Broken(why)) => return Err(Absent::Broken(format!("dimension '{name}': {why}"))),
+                Ok(dim) => return Ok(dim),
+            }
+        }
+        Err(Absent::NotInFile(format!("dimension '{name}' needs {}", asked.join(" or "))))
+    }
+
+    fn source(&self, source: &DimSource) -> Result<Dim, Absent> {
+        match source {
+            DimSource::Constant(n) => {
+                Ok(Dim { value: DimValue::One(Value::Int(*n)), origin: "the mapping".to_owned() })
+            }
+            DimSource::Expr(text) => {
+                let expr = &text.0;
+                let value = expr.eval(&Bound { facts: self, vars: &[] }).map_err(|why| {
+                    // An expression over a dimension that the file lacks is itself not in the file.
+                    match self.missing_name(expr.text()) {
+                        Some(what) => Absent::NotInFile(what),
+                        None => Absent::Broken(why),
+                    }
+                })?;
+                let parts = self.explain(expr.text());
+                let origin = if parts.is_empty() { format!("`{}`", expr.text()) } else { format!("`{}` ({parts})", expr.text()) };
+                Ok(Dim { value: DimValue::One(value), origin })
+            }
+            DimSource::Key { key } => {
+                let keys = key.as_slice();
+                for key in keys {
+                    let full = self.full_key(key);
+                    if let Some(field) = self.set.metadata().get(&full) {
+                        let value = field_value(&field.value())
+                            .map_err(|found| Absent::Broken(format!("metadata key '{full}' is {found}")))?;
+                        return Ok(Dim { value, origin: format!("metadata key '{full}'") });
+                    }
+                }
+                let names: Vec<String> = keys.iter().map(|k| format!("metadata key '{}'", self.full_key(k))).collect();
+                Err(Absent::NotInFile(names.join(" or ")))
+            }
+            DimSource::Axis { axis, of } => {
+                let not_there = || Absent::NotInFile(format!("a tensor '{of}'"));
+                let tensor = self.first_tensor(of).map_err(Absent::Broken)?.ok_or_else(not_there)?;
+                let tensor = &self.set.tensors()[tensor];
+                let shape = tensor.shape();
+                let index = if *axis < 0 { shape.len() as i64 + i64::from(*axis) } else { i64::from(*axis) };
+                let size = usize::try_from(index).ok().and_then(|i| shape.get(i)).ok_or_else(|| {
+                    Absent::Broken(format!("tensor '{}' of shape {shape:?} has no axis {axis}", tensor.name))
+                })?;
+                let size = i64::try_from(*size).map_err(|_| Absent::Broken(format!("axis of {size} elements")))?;
+                Ok(Dim {
+                    value: DimValue::One(Value::Int(size)),
+                    origin: format!("axis {axis} of tensor '{}'", tensor.name),
+                })
+            }
+        }
+    }
+
+    /// The first dimension named in an expression that is not in the file, in words.
+    fn missing_name(&self, text: &str) -> Option<String> {
+        pattern::words(text)
+            .filter(|word| self.rules.dims.contains_key(*word))
+            .find_map(|word| match self.dim(word) {
+                Err(Absent::NotInFile(what)) => Some(what),
+                Err(Absent::Broken(_)) | Ok(_) => None,
+            })
+    }
+
+    fn first_tensor(&self, pattern: &str) -> Result<Option<usize>, String> {
+        if !pattern.contains('*') {
+            return Ok(self.set.find(pattern));
+        }
+        if pattern.matches('*').count() > 2 {
+            return Err(format!("'{pattern}' has more than two `*`"));
+        }
+        Ok(self.set.tensors().iter().position(|t| pattern::matches(pattern, &t.name)))
+    }
+}
+
+/// A metadata value as a dimension. An array whose values are all equal is one value.
+fn field_value(field: &Field<'_>) -> Result<DimValue, String> {
+    let scalar = |v: &Field<'_>| -> Result<Value, String> {
+        match v {
+            Field::Bool(b) => Ok(Value::Bool(*b)),
+            Field::Str(bytes) => Ok(Value::Text(String::from_utf8_lossy(bytes).into_owned())),
+            Field::U8(_) | Field::I8(_) | Field::U16(_) | Field::I16(_) | Field::U32(_) | Field::I32(_) | Field::U64(_) | Field::I64(_) => {
+                v.as_i64().map(Value::Int).map_err(|f| f.found)
+            }
+            Field::F32(_) | Field::F64(_) | Field::Array(_) => {
+                Err(format!("{}; an integer, a truth value or a text is needed", v.type_name()))
+            }
+        }
+    };
+    match field {
+        Field::Array(array) => {
+            const MOST: u64 = 1 << 16;
+            if array.len() > MOST {
+                return Err(format!("an array of {} values; a dimension has one per block", array.len()));
+            }
+            array.iter().map(|v| scalar(&v)).collect::<Result<Vec<_>, _>>().map(DimValue::PerBlock)
+        }
+        one => scalar(one).map(DimValue::One),
+    }
+}
+
+/// Facts with values for the loop variables: what an expression of a rule sees.
+pub struct Bound<'a, 'b> {
+    /// The file.
+    pub facts: &'b Facts<'a>,
+    /// Loop variables and their values.
+    pub vars: &'b [(&'b str, u64)],
+}
+
+impl Bound<'_, '_> {
+    /// The value of a loop variable.
+    pub fn var(&self, name: &str) -> Option<u64> {
+        self.vars.iter().find(|(n, _)| *n == name).map(|(_, v)| *v)
+    }
+}
+
+impl Scope for Bound<'_, '_> {
+    fn name(&self, name: &str) -> Result<Value, String> {
+        if let Some(value) = self.var(name) {
+            return i64::try_from(value).map(Value::Int).map_err(|e| e.to_string());
+        }
+        let dim = self.facts.dim(name).map_err(|absent| match absent {
+            Absent::NotInFile(why) => format!("{why}, which the file lacks"),
+            Absent::Broken(why) => why,
+        })?;
+        match dim.value {
+            DimValue::One(value) => Ok(value),
+            DimValue::PerBlock(list) => match self.var("layer") {
+                Some(layer) => list.get(layer as usize).cloned().ok_or_else(|| {
+                    format!("{} has {} values, none for block {layer}", dim.origin, list.len())
+                }),
+                None => match list.split_first() {
+                    Some((first, rest)) if rest.iter().all(|v| v == first) => Ok(first.clone()),
+                    Some(_) | None => Err(format!("{} differs from block to block", dim.origin)),
+                },
+            },
+        }
+    }
+
+    fn has(&self, pattern: &str) -> Result<bool, String> {
+        let filled = if pattern.contains('{') {
+            pattern::Pattern::parse(pattern)?
+                .fill(|v| self.var(v))
+                .ok_or_else(|| format!("'{pattern}' uses a variable that has no value here"))?
+        } else {
+            pattern.to_owned()
+        };
+        Ok(self.facts.first_tensor(&filled)?.is_some())
+    }
+
+    fn key(&self, key: &str) -> Result<bool, String> {
+        Ok(self.facts.set.metadata().get(&self.facts.full_key(key)).is_some())
+    }
+
+    fn text(&self, key: &str) -> Result<String, String> {
+        match self.facts.set.metadata().get(&self.facts.full_key(key)).map(|f| f.value()) {
+            None => Ok(String::new()),
+            Some(Field::Str(bytes)) => Ok(String::from_utf8_lossy(bytes).into_owned()),
+            Some(other) => Err(format!("metadata key '{key}' is {}, not a text", other.type_name())),
+        }
+    }
+}

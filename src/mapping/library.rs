@@ -1,0 +1,238 @@
+//! Finding mappings: the built-in ones, files, and the one whose `[match]` fits a GGUF.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::facts::{Bound, Facts};
+use super::rules::Rules;
+use crate::error::{Error, Fault, Result};
+use crate::gguf::GgufSet;
+
+/// The TOML files under `mappings/`, embedded when the crate is built.
+pub(crate) mod embedded {
+    include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
+}
+
+/// Longest rules file that is read, in bytes.
+const LONGEST: u64 = 1 << 20;
+/// Longest chain of `extends`.
+const DEEPEST: usize = 8;
+
+/// A mapping ready for use.
+#[derive(Debug, Clone)]
+pub struct Mapping {
+    /// Its rules, with those of the mappings it extends.
+    pub rules: Rules,
+    /// How it was found, in words.
+    pub chosen: String,
+    texts: Vec<Text>,
+}
+
+/// One TOML text that a mapping or profile is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Text {
+    /// A built-in name or a path.
+    pub origin: String,
+    /// Whether it is embedded in the program.
+    pub builtin: bool,
+    /// The text.
+    pub text: String,
+}
+
+/// Which rules were used, for the manifest: by name, version and digest, and word for word unless built in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RulesId {
+    /// The name inside the file.
+    pub name: String,
+    /// Its version.
+    pub version: u32,
+    /// BLAKE3 over the texts of the file and of all that it extends, in hexadecimal.
+    pub digest: String,
+    /// The texts that are not built in, the file itself first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<String>,
+}
+
+impl RulesId {
+    /// The identity of rules made of these texts.
+    pub fn new(name: &str, version: u32, texts: &[Text]) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        for text in texts {
+            hasher.update(&(text.text.len() as u64).to_le_bytes());
+            hasher.update(text.text.as_bytes());
+        }
+        RulesId {
+            name: name.to_owned(),
+            version,
+            digest: hasher.finalize().to_hex().to_string(),
+            texts: texts.iter().filter(|t| !t.builtin).map(|t| t.text.clone()).collect(),
+        }
+    }
+}
+
+impl Mapping {
+    /// A built-in mapping by name, or a TOML file.
+    pub fn load(name_or_path: &str) -> Result<Self> {
+        let first = find(name_or_path, None, embedded::MODELS, "mapping")?;
+        Mapping::assemble(first, &format!("named '{name_or_path}'"), |parent, child| {
+            find(parent, Some(child), embedded::MODELS, "mapping")
+        })
+    }
+
+    /// A mapping from texts kept elsewhere (a manifest), the first being the mapping itself; what it extends is looked
+    /// up among the others by name, then among the built-in ones.
+    pub fn from_texts(texts: &[String]) -> Result<Self> {
+        let recorded = |text: &String| Text { origin: "the manifest".into(), builtin: false, text: text.clone() };
+        let first = texts.first().map(recorded).ok_or_else(|| Fault::new("no mapping text").rules())?;
+        Mapping::assemble(first, "recorded in the manifest", |parent, _| {
+            for text in texts.iter().map(recorded) {
+                if parse(&text)?.name == parent {
+                    return Ok(text);
+                }
+            }
+            find(parent, None, embedded::MODELS, "mapping")
+        })
+    }
+
+    /// Follows `extends` from the first text and lays each mapping over the one it extends.
+    fn assemble(first: Text, chosen: &str, parent: impl Fn(&str, &Text) -> Result<Text>) -> Result<Self> {
+        let mut texts = vec![first];
+        let mut chain: Vec<Rules> = Vec::new();
+        loop {
+            let child = &texts[texts.len() - 1];
+            let rules = parse(child)?;
+            let next = rules.extends.clone();
+            chain.push(rules);
+            let Some(name) = next else { break };
+            if texts.len() == DEEPEST {
+                let fault = Fault::new(format!("more than {DEEPEST} mappings extend each other")).file(&child.origin);
+                return Err(fault.key("extends").rules());
+            }
+            texts.push(parent(&name, child)?);
+        }
+        let at = |e: String| Fault::new(e).file(&texts[0].origin).rules();
+        let merged = chain.into_iter().rev().try_fold(None, |base: Option<Rules>, child| match base {
+            None => Ok(Some(child)),
+            Some(base) => child.over(base).map(Some),
+        });
+        let rules = merged.map_err(at)?.ok_or_else(|| at("no rules".into()))?;
+        rules.check().map_err(at)?;
+        Ok(Mapping { rules, chosen: chosen.to_owned(), texts })
+    }
+
+    /// Name, version and digest.
+    pub fn id(&self) -> RulesId {
+        RulesId::new(&self.rules.name, self.rules.version, &self.texts)
+    }
+
+    /// Whether the mapping says of itself that it is for this file, and how strongly.
+    fn fits(&self, set: &GgufSet) -> Result<Option<i32>> {
+        let Some(matching) = &self.rules.matching else { return Ok(None) };
+        let architecture = set.architecture()?;
+        if !matching.architecture.as_slice().iter().any(|a| a == architecture) {
+            return Ok(None);
+        }
+        let facts = Facts::new(set, &self.rules)?;
+        let applies = match &matching.when {
+            None => true,
+            Some(when) => when.0.truth(&Bound { facts: &facts, vars: &[] }).map_err(|why| {
+                facts.fault(why).key(format!("match.when of mapping '{}'", self.rules.name)).contradiction()
+            })?,
+        };
+        Ok(applies.then_some(matching.priority))
+    }
+}
+
+fn parse(text: &Text) -> Result<Rules> {
+    Rules::parse(&text.text).map_err(|e| Fault::new(e).file(&text.origin).rules())
+}
+
+/// The text behind a name or path. What looks like a path (a separator, or `.toml` at the end) is one; a file's
+/// `extends` may also name a file beside it.
+pub(super) fn find(name: &str, child: Option<&Text>, builtin: &[(&str, &str)], kind: &str) -> Result<Text> {
+    let is_path = name.contains(['/', '\\']) || name.ends_with(".toml");
+    if !is_path {
+        if let Some((_, text)) = builtin.iter().find(|(n, _)| *n == name) {
+            return Ok(Text { origin: name.to_owned(), builtin: true, text: (*text).to_owned() });
+        }
+        if let Some(beside) = child
+            .filter(|c| !c.builtin)
+            .and_then(|c| Path::new(&c.origin).parent())
+            .map(|folder| folder.join(format!("{name}.toml")))
+            .filter(|path| path.is_file())
+        {
+            return read(&beside);
+        }
+        let names: Vec<&str> = builtin.iter().map(|(n, _)| *n).collect();
+        return Err(Fault::new(format!("there is no {kind} '{name}'"))
+            .expected(format!("one of {}, or the path of a TOML file", names.join(", ")))
+            .rules());
+    }
+    let path = match child.filter(|c| !c.builtin).and_then(|c| Path::new(&c.origin).parent()) {
+        Some(folder) => folder.join(name),
+        None => PathBuf::from(name),
+    };
+    read(&path)
+}
+
+fn read(path: &Path) -> Result<Text> {
+    let bytes = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?.len();
+    if bytes > LONGEST {
+        let fault = Fault::new(format!("{bytes} bytes")).file(path);
+        return Err(fault.expected(format!("a rules file of at most {LONGEST} bytes")).rules());
+    }
+    let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+    Ok(Text { origin: path.to_string_lossy().into_owned(), builtin: false, text })
+}
+
+/// All built-in mappings, by name.
+pub fn builtin_mappings() -> Result<Vec<Mapping>> {
+    embedded::MODELS.iter().map(|(name, _)| Mapping::load(name)).collect()
+}
+
+/// The built-in mapping whose `[match]` fits the file.
+pub fn choose(set: &GgufSet) -> Result<Mapping> {
+    let mut fitting: Vec<(i32, Mapping)> = Vec::new();
+    for mapping in builtin_mappings()? {
+        if let Some(priority) = mapping.fits(set)? {
+            fitting.push((priority, mapping));
+        }
+    }
+    let best = fitting.iter().map(|(p, _)| *p).max();
+    fitting.retain(|(p, _)| Some(*p) == best);
+    let architecture = set.architecture()?;
+    let fault = |found: String| Fault::new(found).file(set.path()).key("general.architecture");
+    match fitting.len() {
+        1 => {
+            let (_, mut mapping) = fitting.remove(0);
+            let because = mapping.rules.matching.as_ref().map(|m| m.because.clone()).unwrap_or_default();
+            let because = if because.is_empty() { String::new() } else { format!(": {because}") };
+            mapping.chosen = format!("general.architecture is '{architecture}'{because}");
+            Ok(mapping)
+        }
+        0 => {
+            let known: Vec<String> = builtin_mappings()?
+                .iter()
+                .filter_map(|m| {
+                    let matching = m.rules.matching.as_ref()?;
+                    Some(format!("{} ({})", m.rules.name, matching.architecture.as_slice().join(", ")))
+                })
+                .collect();
+            Err(fault(format!("no built-in mapping is for architecture '{architecture}'"))
+                .expected(format!("one of {}", known.join("; ")))
+                .remedy(
+                    "Write a mapping (docs/add-a-model.md) and give it with --mapping FILE, or keep the GGUF's own names \
+                     with --mapping raw",
+                )
+                .no_mapping())
+        }
+        _ => {
+            let names: Vec<&str> = fitting.iter().map(|(_, m)| m.rules.name.as_str()).collect();
+            Err(fault(format!("several mappings fit this file: {}", names.join(", ")))
+                .remedy("Name the right one with --mapping")
+                .no_mapping())
+        }
+    }
+}

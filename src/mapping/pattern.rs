@@ -1,0 +1,202 @@
+//! Names with loop variables: `blk.{layer}.ffn_up.{expert}.weight`.
+
+/// A name in which `{variable}` stands for a loop variable (a run of digits) and `*` for any run of digits.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Pattern {
+    text: String,
+    tokens: Vec<Token>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Token {
+    Literal(String),
+    Variable(String),
+    AnyDigits,
+}
+
+impl Pattern {
+    /// Parses a pattern. The error says what is wrong.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut tokens: Vec<Token> = Vec::new();
+        let mut rest = text;
+        while let Some(at) = rest.find(['{', '}', '*']) {
+            if at > 0 {
+                tokens.push(Token::Literal(rest[..at].to_owned()));
+            }
+            match rest.as_bytes()[at] {
+                b'*' => {
+                    tokens.push(Token::AnyDigits);
+                    rest = &rest[at + 1..];
+                }
+                b'{' => {
+                    let end = rest[at..].find('}').ok_or_else(|| format!("`{{` without `}}` in '{text}'"))? + at;
+                    let name = &rest[at + 1..end];
+                    if name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+                        return Err(format!("'{{{name}}}' is no variable in '{text}'"));
+                    }
+                    tokens.push(Token::Variable(name.to_owned()));
+                    rest = &rest[end + 1..];
+                }
+                _ => return Err(format!("`}}` without `{{` in '{text}'")),
+            }
+        }
+        if !rest.is_empty() {
+            tokens.push(Token::Literal(rest.to_owned()));
+        }
+        Ok(Pattern { text: text.to_owned(), tokens })
+    }
+
+    /// The text it was parsed from.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The variables, each once.
+    pub fn variables(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = Vec::new();
+        for token in &self.tokens {
+            match token {
+                Token::Variable(name) if !names.contains(&name.as_str()) => names.push(name),
+                Token::Variable(_) | Token::Literal(_) | Token::AnyDigits => {}
+            }
+        }
+        names
+    }
+
+    /// Whether it contains `*`.
+    pub fn is_open(&self) -> bool {
+        self.tokens.contains(&Token::AnyDigits)
+    }
+
+    /// The name for given values of the variables; `None` when one has no value. `*` stays `*`.
+    pub fn fill(&self, value: impl Fn(&str) -> Option<u64>) -> Option<String> {
+        let mut name = String::with_capacity(self.text.len() + 8);
+        for token in &self.tokens {
+            match token {
+                Token::Literal(text) => name.push_str(text),
+                Token::Variable(variable) => name.push_str(&value(variable)?.to_string()),
+                Token::AnyDigits => name.push('*'),
+            }
+        }
+        Some(name)
+    }
+
+    /// The values of the variables with which this pattern gives `name`; `None` when it cannot.
+    pub fn capture(&self, name: &str) -> Option<Vec<(String, u64)>> {
+        let mut values = Vec::new();
+        capture(&self.tokens, name, &mut values).then_some(values)
+    }
+
+    /// Whether some name fits both patterns, each variable and `*` standing for one or more digits.
+    pub fn overlaps(&self, other: &Pattern) -> bool {
+        let symbols = |p: &Pattern| -> Vec<Option<u8>> {
+            p.tokens
+                .iter()
+                .flat_map(|t| match t {
+                    Token::Literal(text) => text.bytes().map(Some).collect(),
+                    Token::Variable(_) | Token::AnyDigits => vec![None],
+                })
+                .collect()
+        };
+        let (a, b) = (symbols(self), symbols(other));
+        // fits[i][j]: the tails a[i..] and b[j..] share a name. A digit run that has begun may go on (`None` stays).
+        let mut fits = vec![vec![false; b.len() + 1]; a.len() + 1];
+        fits[a.len()][b.len()] = true;
+        let digit = |s: Option<u8>| s.is_none_or(|c| c.is_ascii_digit());
+        for i in (0..a.len()).rev() {
+            for j in (0..b.len()).rev() {
+                let here = match (a[i], b[j]) {
+                    (Some(x), Some(y)) => x == y,
+                    (x, y) => digit(x) && digit(y),
+                };
+                fits[i][j] = here
+                    && (fits[i + 1][j + 1]
+                        || (a[i].is_none() && j + 1 < b.len() && fits[i][j + 1])
+                        || (b[j].is_none() && i + 1 < a.len() && fits[i + 1][j]));
+            }
+        }
+        fits[0][0]
+    }
+}
+
+fn capture(tokens: &[Token], name: &str, values: &mut Vec<(String, u64)>) -> bool {
+    let Some((first, rest)) = tokens.split_first() else { return name.is_empty() };
+    let digits = || name.bytes().take_while(u8::is_ascii_digit).count();
+    match first {
+        Token::Literal(text) => name.strip_prefix(text.as_str()).is_some_and(|tail| capture(rest, tail, values)),
+        Token::AnyDigits => (1..=digits()).rev().any(|n| capture(rest, &name[n..], values)),
+        Token::Variable(variable) => (1..=digits()).rev().any(|n| {
+            let Ok(value) = name[..n].parse::<u64>() else { return false };
+            if values.iter().any(|(v, old)| v == variable && *old != value) {
+                return false;
+            }
+            let before = values.len();
+            values.push((variable.clone(), value));
+            let fits = capture(rest, &name[n..], values);
+            if !fits {
+                values.truncate(before);
+            }
+            fits
+        }),
+    }
+}
+
+/// The words of an expression's text: runs of letters, digits and `_`.
+pub fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|w| !w.is_empty())
+}
+
+/// Whether `name` fits `pattern`, in which `*` stands for one or more digits.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    let (p, n) = (pattern.as_bytes(), name.as_bytes());
+    let Some(star) = pattern.find('*') else { return pattern == name };
+    if !n.starts_with(&p[..star]) {
+        return false;
+    }
+    let digits = n[star..].iter().take_while(|b| b.is_ascii_digit()).count();
+    (1..=digits).any(|taken| matches(&pattern[star + 1..], &name[star + taken..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn overlap(a: &str, b: &str) -> bool {
+        let (a, b) = (Pattern::parse(a).unwrap(), Pattern::parse(b).unwrap());
+        assert_eq!(a.overlaps(&b), b.overlaps(&a));
+        a.overlaps(&b)
+    }
+
+    #[test]
+    fn patterns_overlap_only_where_a_name_fits_both() {
+        assert!(overlap("blk.{layer}.x", "blk.{other}.x"));
+        assert!(overlap("blk.{layer}.x", "blk.12.x"));
+        assert!(overlap("a{x}", "a1{y}"));
+        assert!(overlap("a{x}5", "a1{y}"));
+        assert!(!overlap("blk.{layer}.x", "blk.{layer}.y"));
+        assert!(!overlap("blk.{layer}.x", "blk.a.x"));
+        assert!(!overlap("blk.{layer}", "blk."));
+        assert!(overlap("", ""));
+    }
+
+    #[test]
+    fn a_star_is_digits_only() {
+        assert!(matches("blk.*.attn_q.weight", "blk.12.attn_q.weight"));
+        assert!(!matches("blk.*.attn_q.weight", "blk..attn_q.weight"));
+        assert!(!matches("blk.*.attn_q.weight", "blk.x.attn_q.weight"));
+        assert!(matches("a*1", "a11"));
+        assert!(!matches("a*", "a1b"));
+    }
+
+    #[test]
+    fn filling_needs_every_variable() {
+        let p = Pattern::parse("m.{layer}.e.{expert}").unwrap();
+        assert_eq!(p.variables(), ["layer", "expert"]);
+        assert_eq!(p.fill(|v| Some(if v == "layer" { 3 } else { 7 })), Some("m.3.e.7".into()));
+        assert_eq!(p.fill(|v| (v == "layer").then_some(3)), None);
+        assert_eq!(p.capture("m.3.e.17"), Some(vec![("layer".into(), 3), ("expert".into(), 17)]));
+        assert_eq!(p.capture("m.3.e."), None);
+        assert_eq!(Pattern::parse("{a}.{a}").unwrap().capture("1.2"), None);
+        assert!(Pattern::parse("a{").is_err() && Pattern::parse("a}").is_err() && Pattern::parse("a{b c}").is_err());
+    }
+}

@@ -1,0 +1,221 @@
+//! Proof that rectangles cover a whole exactly once.
+
+use super::fault;
+use crate::error::{Fault, Result};
+use crate::mapping::{CutKind, Matrix};
+use crate::plan::{Origin, Param, Plan};
+
+/// Rows `row`, `row + step`, … (`rows` of them) by columns `col..col + cols`.
+#[derive(Debug, Clone, Copy)]
+struct Rect {
+    row: u64,
+    step: u64,
+    rows: u64,
+    col: u64,
+    cols: u64,
+}
+
+impl Rect {
+    fn last_row(&self) -> u64 {
+        self.row + (self.rows - 1) * self.step
+    }
+
+    fn has_row(&self, row: u64) -> bool {
+        row >= self.row && row <= self.last_row() && (row - self.row).is_multiple_of(self.step)
+    }
+
+    fn overlaps(&self, other: &Rect) -> bool {
+        if self.col >= other.col + other.cols || other.col >= self.col + self.cols {
+            return false;
+        }
+        let (few, many) = if self.rows <= other.rows { (self, other) } else { (other, self) };
+        if few.step == 1 && many.step == 1 {
+            return few.row <= many.last_row() && many.row <= few.last_row();
+        }
+        (0..few.rows).any(|i| many.has_row(few.row + i * few.step))
+    }
+}
+
+/// What keeps rectangles from covering a matrix exactly once.
+enum Flaw {
+    Outside(Rect),
+    Overlap(Rect, Rect),
+    Area(u64),
+}
+
+impl std::fmt::Display for Flaw {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let show = |r: &Rect| format!("rows {}..={} columns {}..{}", r.row, r.last_row(), r.col, r.col + r.cols);
+        match self {
+            Flaw::Outside(r) => write!(f, "{} lie outside", show(r)),
+            Flaw::Overlap(a, b) => write!(f, "{} and {} overlap", show(a), show(b)),
+            Flaw::Area(area) => write!(f, "{area} elements are covered"),
+        }
+    }
+}
+
+/// Whether the rectangles cover `whole` exactly once: all inside, no two overlap, the areas add up.
+fn exact(rects: &mut [Rect], whole: Matrix) -> std::result::Result<(), Flaw> {
+    let mut area = 0u64;
+    for r in rects.iter() {
+        let inside = r.rows > 0
+            && r.cols > 0
+            && r.step > 0
+            && r.rows <= whole.rows
+            && r.step <= whole.rows
+            && r.row < whole.rows
+            && r.last_row() < whole.rows
+            && r.cols <= whole.cols
+            && r.col <= whole.cols - r.cols;
+        if !inside {
+            return Err(Flaw::Outside(*r));
+        }
+        area = area.saturating_add(r.rows.saturating_mul(r.cols));
+    }
+    rects.sort_unstable_by_key(|r| (r.row, r.col));
+    let mut active: Vec<Rect> = Vec::new();
+    for r in rects.iter() {
+        active.retain(|a| a.last_row() >= r.row);
+        if let Some(a) = active.iter().find(|a| a.overlaps(r)) {
+            return Err(Flaw::Overlap(*a, *r));
+        }
+        active.push(*r);
+    }
+    if area != whole.rows * whole.cols {
+        return Err(Flaw::Area(area));
+    }
+    Ok(())
+}
+
+/// Every element of every slice is filled exactly once. Gives the number of slices.
+pub(super) fn destinations(plan: &Plan) -> Result<u64> {
+    let mut rects: Vec<Rect> = Vec::new();
+    for param in &plan.params {
+        for (rank, slice) in param.slices.iter().enumerate() {
+            if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape {
+                continue;
+            }
+            rects.clear();
+            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect { row: p.row, step: 1, rows: p.rows, col: p.col, cols: p.cols }));
+            let whole = Matrix::of(slice.shape.axes());
+            exact(&mut rects, whole).map_err(|flaw| {
+                let expected = format!("all {} elements of its slice filled once", whole.rows * whole.cols);
+                fault(param, rank, flaw).expected(expected).audit()
+            })?;
+        }
+    }
+    Ok(plan.params.iter().map(|p| p.slices.len() as u64).sum())
+}
+
+/// Every element of every source is placed exactly once per copy. Gives the number of sources.
+pub(super) fn sources(plan: &Plan) -> Result<u64> {
+    let mut placed: Vec<(u32, u64, Rect)> = Vec::new();
+    let mut scales = vec![false; plan.sources.len()];
+    for param in &plan.params {
+        for rank in first_copies(plan, param)? {
+            for piece in plan.pieces_of(&param.slices[rank]) {
+                let Origin::Source(region) = piece.origin else { continue };
+                if region.source as usize >= plan.sources.len() || region.width == 0 {
+                    return Err(fault(param, rank, format!("a piece of source {}", region.source)).audit());
+                }
+                if let Some((scale, element)) = region.op.scale {
+                    match plan.sources.get(scale as usize) {
+                        Some(s) if element < s.elements => scales[scale as usize] = true,
+                        Some(_) | None => return Err(fault(param, rank, "its scale does not exist").audit()),
+                    }
+                }
+                let (rows, cols) = if region.transpose { (piece.cols, piece.rows) } else { (piece.rows, piece.cols) };
+                let rect = Rect { row: region.row, step: region.step, rows, col: region.col, cols };
+                placed.push((region.source, region.width, rect));
+            }
+        }
+    }
+    placed.sort_unstable_by_key(|(source, width, rect)| (*source, *width, rect.row, rect.col));
+    let mut rects: Vec<Rect> = Vec::new();
+    let mut covered = vec![false; plan.sources.len()];
+    for run in placed.chunk_by(|a, b| a.0 == b.0) {
+        let (source, width, _) = run[0];
+        let tensor = &plan.sources[source as usize];
+        let wrong = |found: String| {
+            Fault::new(found)
+                .tensor(&tensor.name)
+                .expected(format!("each of its {} elements placed once", tensor.elements))
+                .remedy("Two rules take the same elements, or none takes some; the plan was not executed")
+                .audit()
+        };
+        if run.iter().any(|(_, w, _)| *w != width) || tensor.elements % width != 0 {
+            return Err(wrong(format!("it is seen with rows of {width} and of other lengths")));
+        }
+        rects.clear();
+        rects.extend(run.iter().map(|(_, _, rect)| *rect));
+        let whole = Matrix { rows: tensor.elements / width, cols: width };
+        exact(&mut rects, whole).map_err(|flaw| wrong(flaw.to_string()))?;
+        covered[source as usize] = true;
+    }
+    let mut ignored = vec![false; plan.sources.len()];
+    for i in &plan.model.ignored {
+        ignored[i.source as usize] = true;
+    }
+    for (i, source) in plan.sources.iter().enumerate() {
+        let fates = [covered[i] || (source.elements == 0 && !ignored[i]), scales[i], ignored[i]];
+        if fates.iter().filter(|f| **f).count() != 1 {
+            return Err(Fault::new(format!("placed: {}, used as a scale: {}, ignored: {}", covered[i], scales[i], ignored[i]))
+                .tensor(&source.name)
+                .expected("exactly one of these")
+                .audit());
+        }
+    }
+    Ok(plan.sources.len() as u64)
+}
+
+/// The ranks whose slices together hold one copy of a parameter. Every other rank's pieces must equal those of the rank
+/// it is a copy of.
+fn first_copies(plan: &Plan, param: &Param) -> Result<Vec<usize>> {
+    let tp = plan.tp as usize;
+    let copies = match (param.cut.kind, param.cut.units) {
+        (CutKind::Replicated, _) => tp,
+        (CutKind::Column, Some(units)) if param.cut.repeat && (units as usize) < tp && units > 0 => tp / units as usize,
+        (CutKind::Column | CutKind::Row | CutKind::Vocab, _) => 1,
+    };
+    for rank in 0..tp {
+        let (own, first) = (&param.slices[rank], &param.slices[rank - rank % copies]);
+        if own.pieces != first.pieces && plan.pieces_of(own) != plan.pieces_of(first) {
+            let found = format!("its pieces differ from rank {}'s, of which it is a copy", rank - rank % copies);
+            return Err(fault(param, rank, found).audit());
+        }
+    }
+    Ok((0..tp).step_by(copies).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rect(row: u64, step: u64, rows: u64, col: u64, cols: u64) -> Rect {
+        Rect { row, step, rows, col, cols }
+    }
+
+    fn covers(rects: &[Rect], rows: u64, cols: u64) -> bool {
+        exact(&mut rects.to_vec(), Matrix { rows, cols }).is_ok()
+    }
+
+    #[test]
+    fn rectangles_that_tile_a_matrix_are_accepted() {
+        assert!(covers(&[rect(0, 1, 4, 0, 3), rect(0, 1, 4, 3, 5), rect(4, 1, 2, 0, 8)], 6, 8));
+        assert!(covers(&[rect(0, 2, 3, 0, 8), rect(1, 2, 3, 0, 8)], 6, 8));
+        assert!(covers(&[], 0, 8));
+    }
+
+    #[test]
+    fn a_gap_an_overlap_and_an_overhang_are_each_refused() {
+        assert!(!covers(&[rect(0, 1, 5, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, 1, 4, 0, 8), rect(3, 1, 3, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, 1, 4, 0, 5), rect(0, 1, 4, 4, 4), rect(4, 1, 2, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, 2, 3, 0, 8), rect(0, 2, 3, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, 1, 7, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, 1, 6, 1, 8)], 6, 8));
+        assert!(!covers(&[rect(0, 0, 6, 0, 8)], 6, 8));
+        // The same area, but one row twice and one not at all.
+        assert!(!covers(&[rect(0, 2, 3, 0, 8), rect(1, 1, 3, 0, 8)], 6, 8));
+    }
+}

@@ -1,0 +1,46 @@
+//! The audit: an independent pass over a finished plan that knows nothing of how it was made.
+//!
+//! It proves four things, each with code that the planner does not call:
+//! - **layout**: every rank has every parameter once, in one file, with the shape its cut gives, aligned and without
+//!   gaps; the ranks' shares join to the whole and no cut passes through a unit;
+//! - **destination cover**: every element of every slice is filled exactly once;
+//! - **source cover**: every element of every source is placed exactly once per copy that its cut calls for, or the
+//!   source scales another or is ignored by a rule;
+//! - **trace**: sampled positions of every piece, followed from slice to weight to source by the rules' own arithmetic,
+//!   hit the element that the piece names. Cover alone would accept `up` in the place of `gate`.
+//!
+//! A plan that fails is a defect of the planner and is never executed.
+
+mod cover;
+mod layout;
+mod trace;
+
+use super::{Param, Plan};
+use crate::error::{Fault, Result};
+
+/// What an audit looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AuditReport {
+    /// Slices whose shape, place and cover were proven.
+    pub slices: u64,
+    /// Sources whose every element is accounted for.
+    pub sources: u64,
+    /// Positions that were traced to their source.
+    pub positions: u64,
+}
+
+/// Audits a plan. The error names the first parameter, rank and source for which a proof fails.
+pub fn audit(plan: &Plan) -> Result<AuditReport> {
+    layout::check(plan)?;
+    let slices = cover::destinations(plan)?;
+    let sources = cover::sources(plan)?;
+    let positions = trace::check(plan)?;
+    Ok(AuditReport { slices, sources, positions })
+}
+
+/// Starts the fault of a failed proof about one rank's slice.
+fn fault(param: &Param, rank: usize, found: impl std::fmt::Display) -> Fault {
+    Fault::new(format!("rank {rank}: {found}"))
+        .tensor(&param.name)
+        .remedy("The plan is wrong and was not executed: this is a defect of ggshard, please report it")
+}

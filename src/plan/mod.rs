@@ -1,0 +1,195 @@
+//! Plan: where every element of every output file comes from. Plain data, made without reading tensor data.
+//!
+//! A **parameter** is a tensor of the output; each rank holds a **slice** of it. A slice is covered by **pieces**, each
+//! a rectangle filled from a rectangle of one source tensor or with a constant. The plan is made by [`Plan::new`],
+//! proven by the [`audit`](mod@audit) and executed by the engine.
+
+pub mod audit;
+mod build;
+mod files;
+mod share;
+mod summary;
+
+pub use build::PlanRequest;
+pub use files::PlannedFile;
+pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
+
+use std::ops::Range;
+
+use crate::dequant::FloatType;
+use crate::dtype::Dtype;
+use crate::gguf::GgmlType;
+use crate::mapping::{Cut, Model, MtpPolicy, Profile, ValueOp};
+
+/// What is written where, and from what.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The file as the mapping understands it.
+    pub model: Model,
+    /// The layout.
+    pub profile: Profile,
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    /// What the user chose about the values.
+    pub policy: Policy,
+    /// The source tensors that pieces refer to by index.
+    pub sources: Vec<PlannedSource>,
+    /// Parameters in the one global order that every rank's files follow.
+    pub params: Vec<Param>,
+    /// Pieces, grouped by slice; ranks that hold the same share the same pieces.
+    pub pieces: Vec<Piece>,
+    /// Output files: rank by rank, part by part.
+    pub files: Vec<PlannedFile>,
+}
+
+/// What the user chose about the values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Policy {
+    /// Dtype of every weight that is not pinned to another.
+    pub dtype: FloatType,
+    /// What becomes of MTP blocks.
+    pub mtp: MtpPolicy,
+    /// Size in bytes at which a part is closed.
+    pub part_size: u64,
+}
+
+/// A source tensor, as far as the plan needs to know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedSource {
+    /// Its name in the GGUF.
+    pub name: String,
+    /// Its type.
+    pub ty: GgmlType,
+    /// Number of elements.
+    pub elements: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
+/// A tensor of the output.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Param {
+    /// Its name in the files.
+    pub name: String,
+    /// Index of the weight that it is made of.
+    pub weight: u32,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its whole shape before any cut or padding, row-major.
+    pub shape: Vec<u64>,
+    /// How ranks share it.
+    pub cut: Cut,
+    /// What each rank holds, by rank.
+    pub slices: Vec<Slice>,
+}
+
+/// What one rank holds of a parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Slice {
+    /// Its shape, row-major.
+    pub shape: Shape,
+    /// Its pieces, a range of [`Plan::pieces`].
+    pub pieces: Range<u32>,
+    /// The file that holds it, an index of [`Plan::files`].
+    pub file: u32,
+    /// Its first byte, counted from the start of the file's data section.
+    pub offset: u64,
+}
+
+/// A shape of up to four axes, row-major, kept in place: a plan holds half a million of them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    dims: [u64; 4],
+    len: u8,
+}
+
+impl Shape {
+    /// The shape with these axes; `None` for more than four.
+    pub fn new(axes: &[u64]) -> Option<Shape> {
+        let mut dims = [0; 4];
+        dims.get_mut(..axes.len())?.copy_from_slice(axes);
+        Some(Shape { dims, len: axes.len() as u8 })
+    }
+
+    /// The axes.
+    pub fn axes(&self) -> &[u64] {
+        &self.dims[..usize::from(self.len)]
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        self.axes().iter().product()
+    }
+}
+
+impl std::fmt::Debug for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.axes().fmt(f)
+    }
+}
+
+/// A rectangle of a slice and what fills it. Slices and sources are seen as matrices ([`crate::mapping::Matrix`]).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Piece {
+    /// First row in the slice.
+    pub row: u64,
+    /// First column in the slice.
+    pub col: u64,
+    /// Number of rows.
+    pub rows: u64,
+    /// Number of columns.
+    pub cols: u64,
+    /// What fills it.
+    pub origin: Origin,
+}
+
+/// What fills a piece.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Origin {
+    /// Elements of a source.
+    Source(Region),
+    /// A constant.
+    Fill(f32),
+}
+
+/// Where in a source a piece's elements are. The source is seen as a matrix with rows of `width` elements.
+///
+/// Element (i, j) of the piece is element (`row` + i·`step`, `col` + j) of the source; with `transpose`, element
+/// (`row` + j·`step`, `col` + i).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Region {
+    /// Index of the source.
+    pub source: u32,
+    /// First row.
+    pub row: u64,
+    /// Distance between rows that follow each other in the piece.
+    pub step: u64,
+    /// First column.
+    pub col: u64,
+    /// Elements per row of the source.
+    pub width: u64,
+    /// Rows of the source are columns of the piece.
+    pub transpose: bool,
+    /// What happens to the values.
+    pub op: ValueOp,
+}
+
+impl Region {
+    /// The flat index in the source of element (i, j) of the piece.
+    pub fn element(&self, i: u64, j: u64) -> u64 {
+        let (along_rows, along_cols) = if self.transpose { (j, i) } else { (i, j) };
+        (self.row + along_rows * self.step) * self.width + self.col + along_cols
+    }
+}
+
+impl Plan {
+    /// The pieces of a slice.
+    pub fn pieces_of(&self, slice: &Slice) -> &[Piece] {
+        &self.pieces[slice.pieces.start as usize..slice.pieces.end as usize]
+    }
+
+    /// Bytes of a slice.
+    pub fn slice_bytes(&self, param: &Param, slice: &Slice) -> u64 {
+        slice.shape.elements() * param.dtype.bytes()
+    }
+}

@@ -1,0 +1,259 @@
+//! What a plan amounts to: bytes per rank, types, replication. For people and for scripts.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::Plan;
+use crate::mapping::{CutKind, RulesId};
+
+/// The summary of a plan.
+#[derive(Debug, Clone, Serialize)]
+pub struct Summary {
+    /// `general.architecture` of the source.
+    pub architecture: String,
+    /// The HF class.
+    pub class: String,
+    /// The mapping.
+    pub mapping: RulesId,
+    /// Why this mapping.
+    pub mapping_chosen: String,
+    /// The profile.
+    pub profile: RulesId,
+    /// The launch that the profile assumes.
+    pub launch: Vec<String>,
+    /// Number of ranks.
+    pub tp: u32,
+    /// Output dtype of weights that are not pinned.
+    pub dtype: String,
+    /// Source tensors in the file.
+    pub source_tensors: usize,
+    /// Of them, used by a weight (scales included).
+    pub used_tensors: usize,
+    /// Of them, ignored by a rule: name and reason.
+    pub ignored: Vec<(String, String)>,
+    /// Bytes of source data that are read.
+    pub source_bytes: u64,
+    /// Weights of the model, and so parameters of each rank.
+    pub parameters: usize,
+    /// Elements of the model, each weight counted once.
+    pub elements: u64,
+    /// Source types.
+    pub types: Vec<TypeSummary>,
+    /// Ranks.
+    pub ranks: Vec<RankSummary>,
+    /// Bytes of tensor data of all ranks together.
+    pub output_bytes: u64,
+    /// Of them, bytes of weights that every rank holds whole, counted on all ranks but one: the cost of replication.
+    pub replicated_bytes: u64,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+    /// Every parameter, in the global order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tensors: Vec<ParameterSummary>,
+}
+
+/// Source tensors of one type.
+#[derive(Debug, Clone, Serialize)]
+pub struct TypeSummary {
+    /// The type.
+    pub name: &'static str,
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// One rank.
+#[derive(Debug, Clone, Serialize)]
+pub struct RankSummary {
+    /// The rank.
+    pub rank: u32,
+    /// Bytes of tensor data.
+    pub bytes: u64,
+    /// Bytes by dtype.
+    pub by_dtype: BTreeMap<&'static str, u64>,
+    /// Its files and the bytes of their data sections.
+    pub files: Vec<(String, u64)>,
+}
+
+/// One parameter.
+#[derive(Debug, Clone, Serialize)]
+pub struct ParameterSummary {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: &'static str,
+    /// Its whole shape.
+    pub shape: Vec<u64>,
+    /// Its cut.
+    pub cut: &'static str,
+    /// The source tensors it is made of, with their types.
+    pub sources: Vec<(String, &'static str)>,
+}
+
+impl CutKind {
+    /// The cut's name in manifests and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            CutKind::Column => "column",
+            CutKind::Row => "row",
+            CutKind::Vocab => "vocab",
+            CutKind::Replicated => "replicated",
+        }
+    }
+}
+
+impl Plan {
+    /// The names and types of the sources of a parameter, each once.
+    pub fn sources_of(&self, param: usize) -> Vec<(String, &'static str)> {
+        let weight = &self.model.weights[self.params[param].weight as usize];
+        let mut seen: Vec<u32> = Vec::new();
+        for part in &weight.recipe.parts {
+            for source in std::iter::once(part.source).chain(part.op.scale.map(|(s, _)| s)) {
+                if !seen.contains(&source) {
+                    seen.push(source);
+                }
+            }
+        }
+        seen.iter().map(|s| &self.sources[*s as usize]).map(|s| (s.name.clone(), s.ty.name())).collect()
+    }
+
+    /// Sums the plan up. `tensors` adds every parameter.
+    pub fn summary(&self, chosen: &str, tensors: bool) -> Summary {
+        let mut ignored = vec![false; self.sources.len()];
+        self.model.ignored.iter().for_each(|i| ignored[i.source as usize] = true);
+        let mut types: BTreeMap<&'static str, TypeSummary> = BTreeMap::new();
+        for source in &self.sources {
+            let name = source.ty.name();
+            let row = types.entry(name).or_insert(TypeSummary { name, tensors: 0, bytes: 0 });
+            row.tensors += 1;
+            row.bytes += source.bytes;
+        }
+        let mut ranks: Vec<RankSummary> = (0..self.tp)
+            .map(|rank| RankSummary { rank, bytes: 0, by_dtype: BTreeMap::new(), files: Vec::new() })
+            .collect();
+        let mut replicated_bytes = 0;
+        for param in &self.params {
+            for (rank, slice) in param.slices.iter().enumerate() {
+                let bytes = self.slice_bytes(param, slice);
+                ranks[rank].bytes += bytes;
+                *ranks[rank].by_dtype.entry(param.dtype.name()).or_default() += bytes;
+                if rank > 0 && param.cut.kind == CutKind::Replicated {
+                    replicated_bytes += bytes;
+                }
+            }
+        }
+        for file in &self.files {
+            ranks[file.rank as usize].files.push((file.name.clone(), file.data_bytes));
+        }
+        let mut types: Vec<TypeSummary> = types.into_values().collect();
+        types.sort_by_key(|t| std::cmp::Reverse(t.bytes));
+        let used = |i: &usize| !ignored[*i];
+        Summary {
+            architecture: self.model.architecture.clone(),
+            class: self.model.class.clone(),
+            mapping: self.model.mapping.clone(),
+            mapping_chosen: chosen.to_owned(),
+            profile: self.profile.id(),
+            launch: self.profile.rules.launch.clone(),
+            tp: self.tp,
+            dtype: self.policy.dtype.name().to_lowercase(),
+            source_tensors: self.sources.len(),
+            used_tensors: (0..self.sources.len()).filter(used).count(),
+            ignored: self
+                .model
+                .ignored
+                .iter()
+                .map(|i| (self.sources[i.source as usize].name.clone(), i.reason.clone()))
+                .collect(),
+            source_bytes: (0..self.sources.len()).filter(used).map(|i| self.sources[i].bytes).sum(),
+            parameters: self.params.len(),
+            elements: self.params.iter().map(|p| p.shape.iter().product::<u64>()).sum(),
+            types,
+            output_bytes: ranks.iter().map(|r| r.bytes).sum(),
+            ranks,
+            replicated_bytes,
+            warnings: self.model.warnings.clone(),
+            tensors: if tensors { (0..self.params.len()).map(|p| self.parameter_summary(p)).collect() } else { Vec::new() },
+        }
+    }
+
+    fn parameter_summary(&self, index: usize) -> ParameterSummary {
+        let param = &self.params[index];
+        ParameterSummary {
+            name: param.name.clone(),
+            dtype: param.dtype.name(),
+            shape: param.shape.clone(),
+            cut: param.cut.kind.name(),
+            sources: self.sources_of(index),
+        }
+    }
+}
+
+impl Summary {
+    /// The summary in words and tables.
+    pub fn render(&self) -> String {
+        let mut out = String::new();
+        let class = if self.class.is_empty() { String::new() } else { format!(" ({})", self.class) };
+        let _ = writeln!(out, "mapping    {}{class}: {}", self.mapping.name, self.mapping_chosen);
+        let _ = writeln!(out, "profile    {}, tp {}, {}", self.profile.name, self.tp, self.dtype);
+        for line in &self.launch {
+            let _ = writeln!(out, "           {line}");
+        }
+        let _ = writeln!(
+            out,
+            "source     {} of {} tensors used, {} ignored by rule; {} to read",
+            self.used_tensors,
+            self.source_tensors,
+            self.ignored.len(),
+            size(self.source_bytes)
+        );
+        let _ = writeln!(out, "weights    {} with {:.1} billion elements", self.parameters, self.elements as f64 / 1e9);
+        for row in &self.types {
+            let _ = writeln!(out, "           {:8} {:6} tensors {:>14} bytes", row.name, row.tensors, row.bytes);
+        }
+        let _ = writeln!(
+            out,
+            "output     {} bytes ({}) for all ranks, of them {} for weights that every rank holds whole",
+            self.output_bytes,
+            size(self.output_bytes),
+            size(self.replicated_bytes)
+        );
+        for rank in &self.ranks {
+            let dtypes: Vec<String> = rank.by_dtype.iter().map(|(d, b)| format!("{d} {b}")).collect();
+            let _ = writeln!(
+                out,
+                "rank {:<5} {} bytes in {} files ({})",
+                rank.rank,
+                rank.bytes,
+                rank.files.len(),
+                dtypes.join(", ")
+            );
+        }
+        let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (name, reason) in &self.ignored {
+            reasons.entry(reason).or_default().push(name);
+        }
+        for (reason, names) in reasons {
+            let more = if names.len() > 1 { format!(" and {} more", names.len() - 1) } else { String::new() };
+            let _ = writeln!(out, "ignored    {}{more}: {reason}", names[0]);
+        }
+        for warning in &self.warnings {
+            let _ = writeln!(out, "warning    {warning}");
+        }
+        out
+    }
+}
+
+/// Bytes for people: `402.1 GB` (powers of ten, as disks are sold).
+pub fn size(bytes: u64) -> String {
+    match bytes {
+        0..1_000 => format!("{bytes} B"),
+        1_000..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        1_000_000_000..1_000_000_000_000 => format!("{:.1} GB", bytes as f64 / 1e9),
+        1_000_000_000_000.. => format!("{:.2} TB", bytes as f64 / 1e12),
+    }
+}
