@@ -16,7 +16,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use ggshard::error::{Error, Result};
-use ggshard::gguf::{GgmlType, GgufSet, Value};
+use ggshard::gguf::{Advice, GgmlType, GgufSet, Value};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
@@ -129,6 +129,22 @@ fn tensors_keep_their_order_shape_and_bytes() {
     assert_eq!(set.find("output.weight"), None);
     assert!(set.data(3).is_err());
     set.refuse_nonmodel().unwrap();
+}
+
+#[test]
+fn advice_about_any_range_changes_no_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    fs::write(&path, build::Gguf::model().tensor("big", 0, &[4096, 5]).bytes()).unwrap();
+    let set = GgufSet::open(&path).unwrap();
+    let before: Vec<Vec<u8>> = (0..4).map(|i| set.data(i).unwrap().to_vec()).collect();
+    for advice in [Advice::Sequential, Advice::WillNeed, Advice::DontNeed] {
+        for range in [0..1, 4095..4097, 5000..9000, 0..u64::MAX, u64::MAX - 1..u64::MAX, 7..7] {
+            set.advise(0, range.clone(), advice).unwrap_or_else(|e| panic!("{advice:?} {range:?}: {e}"));
+        }
+    }
+    set.advise(9, 0..1, Advice::WillNeed).unwrap();
+    assert!((0..4).all(|i| set.data(i).unwrap() == before[i]));
 }
 
 #[test]

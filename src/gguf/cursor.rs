@@ -124,5 +124,5 @@ impl<'a> Cursor<'a> {
 }
 
 /// Remedy for a file that ends early.
-pub(crate) const CUT_SHORT: &str = "The file is incomplete: an interrupted download or quantization, or one piece of a \
-    file cut up for upload (…part1of2, …split-a) whose pieces must be joined first. Fetch it again and compare its size.";
+pub(crate) const CUT_SHORT: &str = "The file is incomplete, or one piece of a file that was cut up for upload \
+    (…part1of2, …split-a): fetch it again, or join the pieces, and compare the size.";

@@ -295,12 +295,13 @@ fn tensors(cursor: &mut Cursor<'_>, count: u64, alignment: u64) -> Result<Vec<So
         let at = cursor.at();
         let offset = cursor.u64("the offset")?;
         if offset != next {
-            let fault = cursor.fault_at(at, format!("data at offset {offset} of the data section"));
-            let expected = format!("{next}, where the tensor before ends, padded to {alignment}");
-            return Err(fault
-                .expected(expected)
-                .remedy("The writer left a hole, an overlap or another order.")
-                .container());
+            let fault = cursor.fault_at(at, format!("the data's offset is {offset}"));
+            let fault = fault.expected(format!("{next}, where the tensor before ends, padded to {alignment}"));
+            let remedy = match alignment > DEFAULT_ALIGNMENT {
+                true => "A splitter may have kept the key but laid the data out at 32: use the unsplit file.",
+                false => "The writer left a hole, an overlap or another order; ggml refuses the file too.",
+            };
+            return Err(fault.remedy(remedy).container());
         }
         next =
             bytes.checked_next_multiple_of(alignment).and_then(|padded| next.checked_add(padded)).ok_or_else(|| {

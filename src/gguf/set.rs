@@ -270,11 +270,8 @@ fn extents(path: &Path, map: &Map, header: &Header) -> Result<()> {
     let count = header.tensors.iter().filter(outside).count();
     let last = header.tensors.iter().map(end).try_fold(0, |a, b| b.map(|b| b.max(a)));
     let needed = last.map_or("more than 2^64".to_owned(), |last| last.to_string());
-    let found = format!(
-        "the data ({} bytes) ends beyond the file, as does that of {} more tensors; the file has {size} bytes",
-        first.bytes,
-        count - 1
-    );
+    let others = if count > 1 { format!(" (as does that of {} more tensors)", count - 1) } else { String::new() };
+    let found = format!("the file has {size} bytes and ends before the tensor's data does{others}; it begins");
     let fault = Fault::new(found).file(path).tensor(&first.name).offset(first.offset);
     Err(fault.expected(format!("a file of at least {needed} bytes")).remedy(CUT_SHORT).truncated())
 }

@@ -128,10 +128,7 @@ fn a_part_of_another_set_is_noticed() {
 
     let mut wrong_total = parts(&[1, 1, 1]);
     wrong_total[2] = Gguf { tensors: wrong_total[2].tensors.clone(), ..Gguf::empty().split(2, 3, 4) };
-    assert!(
-        refused(&wrong_total, 2).contains("should have 4 tensors; expected 3")
-            || refused(&wrong_total, 2).contains("4 tensors")
-    );
+    assert!(refused(&wrong_total, 2).contains("should have 4 tensors"));
 
     let mut no_keys = parts(&[1, 1, 1]);
     no_keys[1].entries.clear();
