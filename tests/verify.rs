@@ -293,6 +293,19 @@ fn one_flipped_bit_anywhere_in_the_sums_is_found() {
 }
 
 #[test]
+#[ignore = "needs the b3sum program"]
+fn the_b3sum_program_takes_the_sums() {
+    let folder = Folder::new();
+    let check =
+        || std::process::Command::new("b3sum").args(["--check", "B3SUMS"]).current_dir(&folder.dir).output().unwrap();
+    let output = check();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(output.stdout.split(|&b| b == b'\n').filter(|line| line.ends_with(b": OK")).count(), 9);
+    folder.edit(PART, |bytes| bytes[5000] ^= 1);
+    assert!(!check().status.success());
+}
+
+#[test]
 fn every_missing_file_is_found() {
     let folder = Folder::new();
     let files = folder.manifest.files.iter().map(|f| &f.name).chain(folder.manifest.others.iter().map(|f| &f.name));

@@ -200,12 +200,14 @@ impl SafetensorsHeader {
             ))
             .file(path)
             .expected(format!("at most the {most} bytes that follow"))
+            .remedy("Check that this is the file you mean; if it is, copy or convert it again")
             .checkpoint());
         }
         if json_bytes > READ_LIMIT {
             return Err(Fault::new(format!("a header of {json_bytes} bytes is too large"))
                 .file(path)
                 .expected(format!("at most {READ_LIMIT} bytes"))
+                .remedy("Write the tensors to more, smaller files")
                 .checkpoint());
         }
         let mut json = vec![0; json_bytes as usize];

@@ -89,6 +89,7 @@ fn contiguous(tensors: &[TensorInfo], data_bytes: u64, path: &Path) -> Result<()
     if reached < data_bytes {
         return Err(Fault::new(format!("{} trailing bytes that belong to no tensor", data_bytes - reached))
             .file(path)
+            .remedy("Something was appended to the file: copy or convert it again")
             .checkpoint());
     }
     Ok(())
