@@ -29,10 +29,10 @@ pub(in crate::dequant) fn nvfp4<I: Isa>(isa: I, block: &[u8; 36], out: &mut [f32
     let qs = field::<4, 32, _>(block).as_chunks::<16>().0;
     for ((out, qs), scales) in out.as_chunks_mut::<32>().0.iter_mut().zip(qs).zip(scales) {
         // 16 bytes are two sub-blocks of 8: their low nibbles come first, then their high nibbles.
-        let codes = isa.nibbles(&TWICE, qs);
-        for (i, code) in codes.iter().enumerate() {
-            let (half, sub_block, weight) = (i / 16, i / 8 % 2, i % 8);
-            out[16 * sub_block + 8 * half + weight] = HALF_UE4M3[scales[sub_block] as usize] * *code as f32;
+        let [low0, low1, high0, high1] = bytemuck::cast::<[i8; 32], [u64; 4]>(isa.nibbles(&TWICE, qs));
+        let codes: [[i8; 16]; 2] = bytemuck::cast([low0, high0, low1, high1]);
+        for ((out, codes), byte) in out.as_chunks_mut::<16>().0.iter_mut().zip(&codes).zip(scales) {
+            scale(out, HALF_UE4M3[*byte as usize], codes);
         }
     }
 }

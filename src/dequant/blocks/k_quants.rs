@@ -12,7 +12,7 @@
 //! `d*sc` and `dmin*m` are exact, and so is the product with `q`; only the subtraction rounds.
 
 use super::super::isa::Isa;
-use super::{field, scale, scale_groups};
+use super::{field, map, scale, scale_groups};
 
 /// Q2_K. `scales[i]`: low nibble `sc`, high nibble `m` of sub-block `i`. Codes of two bits: byte `l` of 32 bytes holds
 /// weights `l`, `l + 32`, `l + 64`, `l + 96` of its half of the block, from the lowest bits up.
@@ -21,13 +21,12 @@ pub(in crate::dequant) fn q2_k<I: Isa>(isa: I, block: &[u8; 84], out: &mut [f32;
     let scales = field::<0, 16, _>(block);
     let d = isa.f16(*field::<80, 2, _>(block));
     let dmin = isa.f16(*field::<82, 2, _>(block));
-    let codes = two_bits(field::<16, 64, _>(block));
-    let groups = out.as_chunks_mut::<16>().0.iter_mut().zip(codes.as_chunks::<16>().0);
-    for ((out, codes), scale) in groups.zip(scales) {
-        let factor = d * (scale & 15) as f32;
-        let minimum = dmin * (scale >> 4) as f32;
-        for (out, q) in out.iter_mut().zip(codes) {
-            *out = factor * *q as f32 - minimum;
+    let qs = field::<16, 64, _>(block).as_chunks::<16>().0;
+    for (i, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        let factor = d * (scales[i] & 15) as f32;
+        let minimum = dmin * (scales[i] >> 4) as f32;
+        for (out, byte) in out.iter_mut().zip(&qs[i / 8 * 2 + i % 2]) {
+            *out = factor * (byte >> (i % 8 / 2 * 2) & 3) as f32 - minimum;
         }
     }
 }
@@ -67,7 +66,7 @@ pub(in crate::dequant) fn q3_k<I: Isa>(isa: I, block: &[u8; 110], out: &mut [f32
         let high = packed[8 + i % 4] >> (2 * (i / 4)) & 3;
         *scale = d * ((low | high << 4) as i8 - 32) as f32;
     }
-    scale_groups::<16>(out, &scales, &codes.map(|code| code as i8));
+    scale_groups::<16>(out, &scales, &map(&codes, |code| code as i8));
 }
 
 /// The 6-bit scales and minimums of Q4_K and Q5_K, eight each.
@@ -97,8 +96,8 @@ pub(in crate::dequant) fn q4_k<I: Isa>(isa: I, block: &[u8; 144], out: &mut [f32
     let d = isa.f16(*field::<0, 2, _>(block));
     let dmin = isa.f16(*field::<2, 2, _>(block));
     let (scales, minimums) = scales_and_minimums(field::<4, 12, _>(block));
-    let scales = scales.map(|scale| d * scale as f32);
-    let minimums = minimums.map(|minimum| dmin * minimum as f32);
+    let scales = map(&scales, |scale| d * scale as f32);
+    let minimums = map(&minimums, |minimum| dmin * minimum as f32);
     let qs = field::<16, 128, _>(block).as_chunks::<32>().0;
     for (i, (out, qs)) in out.as_chunks_mut::<64>().0.iter_mut().zip(qs).enumerate() {
         for (l, byte) in qs.iter().enumerate() {
@@ -140,7 +139,7 @@ pub(in crate::dequant) fn q6_k<I: Isa>(isa: I, block: &[u8; 210], out: &mut [f32
     let ql = field::<0, 128, _>(block).as_chunks::<32>().0;
     let qh = field::<128, 64, _>(block).as_chunks::<32>().0;
     let d = isa.f16(*field::<208, 2, _>(block));
-    let scales = field::<192, 16, _>(block).map(|scale| d * (scale as i8) as f32);
+    let scales = map(field::<192, 16, _>(block), |scale| d * (scale as i8) as f32);
     let mut codes = [0i8; 256];
     for (i, codes) in codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let (half, quarter) = (i / 4, i % 4);
@@ -157,6 +156,6 @@ pub(in crate::dequant) fn q6_k<I: Isa>(isa: I, block: &[u8; 210], out: &mut [f32
 #[inline(always)]
 pub(in crate::dequant) fn q8_k<I: Isa>(_: I, block: &[u8; 292], out: &mut [f32; 256]) {
     let d = f32::from_le_bytes(*field::<0, 4, _>(block));
-    let codes = field::<4, 256, _>(block).map(|q| q as i8);
+    let codes = map(field::<4, 256, _>(block), |q| q as i8);
     scale(out, d, &codes);
 }

@@ -12,7 +12,7 @@
 //! is the fifth bit of weight `i`.
 
 use super::super::isa::Isa;
-use super::{field, scale};
+use super::{affine, field, map, scale};
 
 /// The 4-bit codes of 16 bytes, in order of weights.
 #[inline(always)]
@@ -40,7 +40,7 @@ fn five_bits(qh: &[u8; 4], qs: &[u8; 16]) -> [u8; 32] {
 #[inline(always)]
 pub(in crate::dequant) fn q4_0<I: Isa>(isa: I, block: &[u8; 18], out: &mut [f32; 32]) {
     let d = isa.f16(*field::<0, 2, _>(block));
-    let codes = nibbles(field::<2, 16, _>(block)).map(|q| q as i8 - 8);
+    let codes = map(&nibbles(field::<2, 16, _>(block)), |q| q as i8 - 8);
     scale(out, d, &codes);
 }
 
@@ -49,16 +49,14 @@ pub(in crate::dequant) fn q4_0<I: Isa>(isa: I, block: &[u8; 18], out: &mut [f32;
 pub(in crate::dequant) fn q4_1<I: Isa>(isa: I, block: &[u8; 20], out: &mut [f32; 32]) {
     let d = isa.f16(*field::<0, 2, _>(block));
     let m = isa.f16(*field::<2, 2, _>(block));
-    for (out, q) in out.iter_mut().zip(nibbles(field::<4, 16, _>(block))) {
-        *out = d * q as f32 + m;
-    }
+    affine(out, d, &nibbles(field::<4, 16, _>(block)), m);
 }
 
 /// Q5_0.
 #[inline(always)]
 pub(in crate::dequant) fn q5_0<I: Isa>(isa: I, block: &[u8; 22], out: &mut [f32; 32]) {
     let d = isa.f16(*field::<0, 2, _>(block));
-    let codes = five_bits(field::<2, 4, _>(block), field::<6, 16, _>(block)).map(|q| q as i8 - 16);
+    let codes = map(&five_bits(field::<2, 4, _>(block), field::<6, 16, _>(block)), |q| q as i8 - 16);
     scale(out, d, &codes);
 }
 
@@ -68,15 +66,13 @@ pub(in crate::dequant) fn q5_1<I: Isa>(isa: I, block: &[u8; 24], out: &mut [f32;
     let d = isa.f16(*field::<0, 2, _>(block));
     let m = isa.f16(*field::<2, 2, _>(block));
     let codes = five_bits(field::<4, 4, _>(block), field::<8, 16, _>(block));
-    for (out, q) in out.iter_mut().zip(codes) {
-        *out = d * q as f32 + m;
-    }
+    affine(out, d, &codes, m);
 }
 
 /// Q8_0.
 #[inline(always)]
 pub(in crate::dequant) fn q8_0<I: Isa>(isa: I, block: &[u8; 34], out: &mut [f32; 32]) {
     let d = isa.f16(*field::<0, 2, _>(block));
-    let codes = field::<2, 32, _>(block).map(|q| q as i8);
+    let codes = map(field::<2, 32, _>(block), |q| q as i8);
     scale(out, d, &codes);
 }

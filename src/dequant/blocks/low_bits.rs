@@ -6,19 +6,19 @@
 //! ```
 
 use super::super::isa::Isa;
-use super::{field, scale};
+use super::signs::{SIGNS, to_bytes};
+use super::{field, map, scale};
 
 /// Q1_0.
 #[inline(always)]
 pub(in crate::dequant) fn q1_0<I: Isa>(isa: I, block: &[u8; 18], out: &mut [f32; 128]) {
     let d = isa.f16(*field::<0, 2, _>(block));
-    let words = field::<2, 16, _>(block).as_chunks::<4>().0;
-    for (out, word) in out.as_chunks_mut::<32>().0.iter_mut().zip(words) {
-        let word = u32::from_le_bytes(*word);
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = if word & (1 << i) != 0 { d } else { -d };
-        }
+    let mut words = [0u64; 16];
+    for (word, byte) in words.iter_mut().zip(field::<2, 16, _>(block)) {
+        // 0xFF becomes 1 and 0 becomes -1.
+        *word = !SIGNS[*byte as usize] | 0x0101_0101_0101_0101;
     }
+    scale(out, d, &to_bytes(words));
 }
 
 /// Q2_0.
@@ -30,7 +30,7 @@ pub(in crate::dequant) fn q2_0<I: Isa>(isa: I, block: &[u8; 18], out: &mut [f32;
         // A byte's four codes to one byte each: copies of the byte, each moved so that its code is lowest.
         let byte = *byte as u32;
         let spread = (byte | byte << 6 | byte << 12 | byte << 18) & 0x0303_0303;
-        *codes = spread.to_le_bytes().map(|q| q as i8 - 1);
+        *codes = map(&spread.to_le_bytes(), |q| q as i8 - 1);
     }
     scale(out, d, &codes);
 }

@@ -31,6 +31,24 @@ fn field<const AT: usize, const N: usize, const BYTES: usize>(block: &[u8; BYTES
     field
 }
 
+/// `array.map(convert)`, but always inlined: left as a call, the standard one is compiled without the instruction set.
+#[inline(always)]
+fn map<const N: usize, T: Copy, U: Copy + Default>(array: &[T; N], convert: impl Fn(T) -> U) -> [U; N] {
+    let mut converted = [U::default(); N];
+    for (to, from) in converted.iter_mut().zip(array) {
+        *to = convert(*from);
+    }
+    converted
+}
+
+/// `out[i] = scale * codes[i] + offset`.
+#[inline(always)]
+fn affine<const N: usize>(out: &mut [f32; N], scale: f32, codes: &[u8; N], offset: f32) {
+    for (out, code) in out.iter_mut().zip(codes) {
+        *out = scale * *code as f32 + offset;
+    }
+}
+
 /// `out[i] = scale * codes[i]`.
 #[inline(always)]
 fn scale<const N: usize>(out: &mut [f32; N], scale: f32, codes: &[i8; N]) {

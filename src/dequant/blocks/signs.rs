@@ -1,5 +1,9 @@
 //! Signs of the grid types, as masks over eight codes held in a `u64`.
 
+use bytemuck::Pod;
+
+use super::map;
+
 /// For each 8-bit sign pattern, a mask whose byte `j` is 0xFF if bit `j` is set: weight `j` is negative.
 pub(super) static SIGNS: [u64; 256] = {
     let mut table = [0; 256];
@@ -45,6 +49,11 @@ pub(super) fn negate(codes: u64, mask: u64) -> u64 {
 
 /// Codes gathered eight to a word, first code lowest, as bytes.
 #[inline(always)]
-pub(super) fn to_bytes(words: [u64; 32]) -> [i8; 256] {
-    bytemuck::cast(words.map(u64::to_le))
+pub(super) fn to_bytes<const WORDS: usize, const BYTES: usize>(words: [u64; WORDS]) -> [i8; BYTES]
+where
+    [u64; WORDS]: Pod,
+    [i8; BYTES]: Pod,
+{
+    const { assert!(8 * WORDS == BYTES) };
+    bytemuck::cast(map(&words, u64::to_le))
 }
