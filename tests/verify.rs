@@ -102,7 +102,7 @@ fn checkpoint(dir: &Path) -> Manifest {
             version: "1".into(),
             class: Some("C".into()),
             digest: Digest::of(b"m"),
-            text: None,
+            texts: Vec::new(),
         },
         profile: Profile {
             name: "p".into(),

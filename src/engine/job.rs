@@ -49,7 +49,7 @@ pub(super) fn jobs(plan: &Plan, index: u32, wanted: &[bool]) -> Vec<Job> {
     for (ranks, pieces) in distinct(param, wanted) {
         let slice = &param.slices[ranks[0] as usize];
         let width = crate::mapping::Matrix::of(slice.shape.axes()).cols;
-        for piece in plan.pieces_of(slice).iter().filter(|_| !pieces.is_empty()) {
+        for piece in plan.pieces_of(slice).iter().filter(|_| pieces.start < pieces.end) {
             let start = piece.row * width + piece.col;
             let elements = piece.rows * piece.cols;
             let in_one_run = piece.rows == 1 || piece.cols == width;
@@ -125,7 +125,7 @@ fn distinct(param: &Param, wanted: &[bool]) -> Vec<(Vec<u32>, std::ops::Range<u3
     let mut groups: Vec<(Vec<u32>, std::ops::Range<u32>)> = Vec::new();
     for (rank, slice) in param.slices.iter().enumerate().filter(|(r, _)| wanted[*r]) {
         match groups.last_mut() {
-            Some((ranks, pieces)) if *pieces == slice.pieces && !pieces.is_empty() => ranks.push(rank as u32),
+            Some((ranks, pieces)) if *pieces == slice.pieces && pieces.start < pieces.end => ranks.push(rank as u32),
             Some(_) | None => groups.push((vec![rank as u32], slice.pieces.clone())),
         }
     }

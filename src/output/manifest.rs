@@ -99,11 +99,11 @@ pub struct Mapping {
     /// The model class it describes, as a serving stack calls it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub class: Option<String>,
-    /// BLAKE3 of its text.
+    /// BLAKE3 over its text and those of the mappings that it extends.
     pub digest: Digest,
-    /// Its text, when it is not one of those built in.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub text: Option<String>,
+    /// Those of the texts that are not built in, the mapping's own first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<String>,
 }
 
 /// The profile that was used.

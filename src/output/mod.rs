@@ -2,14 +2,18 @@
 
 pub mod digest;
 pub mod filename;
+pub mod folder;
 pub mod manifest;
 pub mod safetensors;
 pub mod space;
 pub mod sums;
 pub mod treehash;
+mod writer;
 
 pub use digest::Digest;
 pub use manifest::Manifest;
 pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use sums::Sums;
+pub use folder::OutputFolder;
 pub use treehash::TreeHash;
+pub use writer::Writer;

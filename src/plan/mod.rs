@@ -7,6 +7,7 @@
 pub mod audit;
 mod build;
 mod files;
+mod identity;
 mod share;
 mod summary;
 

@@ -1,0 +1,246 @@
+//! What can be typed.
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Parser, Subcommand, ValueEnum};
+use ggshard::dequant::FloatType;
+use ggshard::mapping::MtpPolicy;
+
+/// Turns GGUF models into pre-sharded, per-rank tensor-parallel safetensors, and proves that every tensor is placed.
+#[derive(Debug, Parser)]
+#[command(name = "ggshard", version, max_term_width = 110)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// Tell more on stderr; twice for debugging.
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show what a GGUF file or split set holds. Needs no known architecture.
+    Inspect(Inspect),
+    /// Plan a conversion without writing anything: bytes per rank, types, everything that would be refused.
+    Plan(PlanArgs),
+    /// Convert a GGUF into per-rank safetensors, with a manifest that is written last.
+    Convert(Convert),
+    /// Check a converted folder: every file and tensor against the manifest, and on request against the source.
+    Verify(Verify),
+    /// Print a completion script for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+}
+
+/// `ggshard inspect`
+#[derive(Debug, clap::Args)]
+pub struct Inspect {
+    /// A GGUF file, any part of a split set, or a folder that holds one set.
+    pub source: PathBuf,
+    /// List every tensor.
+    #[arg(long)]
+    pub tensors: bool,
+    /// Print one JSON document.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The choices that make a plan.
+#[derive(Debug, clap::Args)]
+pub struct PlanChoices {
+    /// A GGUF file, any part of a split set, or a folder that holds one set.
+    pub source: PathBuf,
+    /// Number of tensor-parallel ranks.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub tp: u32,
+    /// The layout: a built-in profile or a TOML file.
+    #[arg(long, value_name = "PROFILE", default_value = "hf")]
+    pub profile: String,
+    /// The names: a built-in mapping or a TOML file. Default: the one that fits the file.
+    #[arg(long, value_name = "MAPPING")]
+    pub mapping: Option<String>,
+    /// Output type of weights that are not pinned to another.
+    #[arg(long, value_name = "DTYPE", default_value = "bf16")]
+    pub dtype: DtypeArg,
+    /// What to do with multi-token-prediction blocks.
+    #[arg(long, value_name = "WHAT", default_value = "keep")]
+    pub mtp: MtpArg,
+    /// Begin a new file at this size, as in 5G, 500M or 1GiB (G and GiB are 2^30 bytes, GB is 10^9).
+    #[arg(long, value_name = "SIZE", default_value = "5G", value_parser = size)]
+    pub part_size: u64,
+}
+
+/// `ggshard plan`
+#[derive(Debug, clap::Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub choices: PlanChoices,
+    /// The source is a header whose tensor data is not there.
+    #[arg(long)]
+    pub header_only: bool,
+    /// Print one JSON document, with every parameter.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard convert`
+#[derive(Debug, clap::Args)]
+pub struct Convert {
+    #[command(flatten)]
+    pub choices: PlanChoices,
+    /// The folder to write to. It is created, or must be empty.
+    pub output: PathBuf,
+    /// Make only these ranks, as in 0,2-3.
+    #[arg(long, value_name = "RANKS", value_parser = ranks)]
+    pub ranks: Option<Ranks>,
+    /// Number of threads. Default: one per CPU.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub threads: usize,
+    /// Let NaN, infinite and overflowing values through; they are counted in the manifest.
+    #[arg(long)]
+    pub allow_nonfinite: bool,
+    /// A config.json to put beside the weights.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Remember every range fetched from the source and report repetitions (costs memory).
+    #[arg(long, hide = true)]
+    pub track_reads: bool,
+    /// Bytes of output per tile.
+    #[arg(long, hide = true, value_parser = size)]
+    pub tile_size: Option<u64>,
+    /// Print one JSON document when done.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard verify`
+#[derive(Debug, clap::Args)]
+pub struct Verify {
+    /// A folder that ggshard wrote.
+    pub folder: PathBuf,
+    /// Recompute every tensor from this source and compare every byte.
+    #[arg(long, value_name = "SRC")]
+    pub source: Option<PathBuf>,
+    /// Compare with an original checkpoint of the same model: exactly, or by relative RMS.
+    #[arg(long, value_name = "HF_DIR")]
+    pub reference: Option<PathBuf>,
+    /// The largest relative RMS difference from the reference that passes.
+    #[arg(long, value_name = "X", default_value_t = 0.0, requires = "reference")]
+    pub max_rms: f64,
+    /// Check only what this rank loads.
+    #[arg(long, value_name = "R")]
+    pub rank: Option<u32>,
+    /// Number of threads. Default: one per CPU.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub threads: usize,
+    /// Print one JSON document.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Output types.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum DtypeArg {
+    Bf16,
+    F16,
+    F32,
+}
+
+impl From<DtypeArg> for FloatType {
+    fn from(arg: DtypeArg) -> Self {
+        match arg {
+            DtypeArg::Bf16 => FloatType::BF16,
+            DtypeArg::F16 => FloatType::F16,
+            DtypeArg::F32 => FloatType::F32,
+        }
+    }
+}
+
+/// What to do with MTP blocks.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum MtpArg {
+    /// Keep them where the checkpoint has them.
+    Keep,
+    /// Leave them out.
+    Drop,
+    /// Leave the trunk's blocks out instead.
+    Only,
+}
+
+impl From<MtpArg> for MtpPolicy {
+    fn from(arg: MtpArg) -> Self {
+        match arg {
+            MtpArg::Keep => MtpPolicy::Keep,
+            MtpArg::Drop => MtpPolicy::Drop,
+            MtpArg::Only => MtpPolicy::Only,
+        }
+    }
+}
+
+/// Ranks as typed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ranks(pub Vec<u32>);
+
+fn ranks(text: &str) -> Result<Ranks, String> {
+    let number = |t: &str| t.trim().parse::<u32>().map_err(|_| format!("'{t}' is no rank"));
+    let mut ranks = Vec::new();
+    for item in text.split(',') {
+        let (first, last) = match item.split_once('-') {
+            None => (number(item)?, number(item)?),
+            Some((a, b)) => (number(a)?, number(b)?),
+        };
+        if last < first || last - first > 100_000 {
+            return Err(format!("'{item}' is no range of ranks"));
+        }
+        ranks.extend(first..=last);
+    }
+    Ok(Ranks(ranks))
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "t" | "tib" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        _ => return Err(format!("'{text}' is no size; write 5G, 500M or 1GB")),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(factor))
+        .filter(|n| *n > 0)
+        .ok_or_else(|| format!("'{text}' is no size"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_ranks_are_read_as_written() {
+        assert_eq!(size("5G"), Ok(5 << 30));
+        assert_eq!(size("1500"), Ok(1500));
+        assert_eq!(size("2GB"), Ok(2_000_000_000));
+        assert!(size("0").is_err() && size("G").is_err() && size("5X").is_err() && size("99999999999T").is_err());
+        assert_eq!(ranks("0,2-4"), Ok(Ranks(vec![0, 2, 3, 4])));
+        assert!(ranks("").is_err() && ranks("3-1").is_err() && ranks("a").is_err() && ranks("0-4000000000").is_err());
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        use clap::CommandFactory;
+        Args::command().debug_assert();
+    }
+}

@@ -1,0 +1,137 @@
+//! The commands.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::CommandFactory;
+use ggshard::convert::{self, Planned, Request};
+use ggshard::engine;
+use ggshard::gguf::{Description, GgufSet};
+use ggshard::verify;
+use serde::Serialize;
+
+use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, Verify};
+use super::progress;
+
+/// Runs a command.
+pub fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Inspect(args) => inspect(&args),
+        Command::Plan(args) => plan(&args),
+        Command::Convert(args) => convert(&args),
+        Command::Verify(args) => verify(&args),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Args::command(), "ggshard", &mut script);
+            std::io::stdout().write_all(&script)?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn print(text: &str) -> Result<()> {
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+fn print_json(value: &impl Serialize) -> Result<()> {
+    let mut text = serde_json::to_string_pretty(value)?;
+    text.push('\n');
+    print(&text)
+}
+
+fn inspect(args: &Inspect) -> Result<ExitCode> {
+    let set = GgufSet::open(&args.source)?;
+    let description = Description::from_set(&set);
+    if args.json {
+        print_json(&description)?;
+    } else {
+        print(&description.render(args.tensors))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn request(choices: &PlanChoices) -> Request {
+    Request {
+        mapping: choices.mapping.clone(),
+        profile: choices.profile.clone(),
+        tp: choices.tp,
+        dtype: choices.dtype.into(),
+        mtp: choices.mtp.into(),
+        part_size: choices.part_size,
+    }
+}
+
+fn plan(args: &PlanArgs) -> Result<ExitCode> {
+    let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
+    let summary = planned.plan.summary(&planned.chosen, args.json);
+    if args.json {
+        print_json(&summary)?;
+    } else {
+        print(&summary.render())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn convert(args: &Convert) -> Result<ExitCode> {
+    let planned = convert::plan(&args.choices.source, &request(&args.choices), false)?;
+    let Planned { plan, chosen, .. } = &planned;
+    tracing::info!(mapping = plan.model.mapping.name, "{chosen}");
+    for warning in &plan.model.warnings {
+        tracing::warn!("{warning}");
+    }
+    let mut extras = Vec::new();
+    if let Some(path) = &args.config {
+        extras.push(convert::config(path)?);
+    }
+    let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
+    let total: u64 = plan
+        .files
+        .iter()
+        .filter(|f| ranks.is_empty() || ranks.contains(&f.rank))
+        .map(|f| f.data_bytes)
+        .sum();
+    let mut options = engine::Options {
+        ranks,
+        threads: args.threads,
+        allow_nonfinite: args.allow_nonfinite,
+        track_reads: args.track_reads,
+        ..engine::Options::default()
+    };
+    options.tile_bytes = args.tile_size.unwrap_or(options.tile_bytes);
+    let bar = progress::bytes(total, "converting");
+    let result = convert::convert(&planned, &args.output, options, &extras, &|bytes| bar.inc(bytes));
+    bar.finish_and_clear();
+    let report = result?;
+    for (name, (nan, inf, overflow)) in &report.nonfinite {
+        tracing::warn!("tensor '{name}': {nan} NaN, {inf} infinite, {overflow} overflowed values were let through");
+    }
+    if args.json {
+        print_json(&report)?;
+    } else {
+        let summary = plan.summary(chosen, false);
+        print(&format!(
+            "{}written    {} tensors in {} files, {} bytes, from {} bytes of source\nmanifest   {}\n",
+            summary.render(),
+            report.tensors,
+            report.files,
+            report.output_bytes,
+            report.source_bytes,
+            Path::new(&args.output).join(convert::MANIFEST).display()
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn verify(args: &Verify) -> Result<ExitCode> {
+    let options = verify::Options { rank: args.rank, threads: args.threads };
+    let report = verify::verify(&args.folder, options)?;
+    if args.json {
+        print(&report.to_json()?)?;
+        print("\n")?;
+    } else {
+        print(&report.to_string())?;
+    }
+    Ok(if report.ok() { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}

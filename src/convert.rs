@@ -1,0 +1,304 @@
+//! The main job: a GGUF becomes per-rank safetensors and a manifest.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::dequant::{FloatType, Nonfinite};
+use crate::engine::{self, Engine};
+use crate::error::{Error, Fault, Result};
+use crate::gguf::GgufSet;
+use crate::mapping::{self, Mapping, MtpPolicy, Profile, RulesId};
+use crate::output::filename;
+use crate::output::manifest::{self, FileEntry, Manifest, OtherFile};
+use crate::output::{Digest, OutputFolder, Sums, Writer, space};
+use crate::plan::{Plan, PlanRequest, Policy};
+
+/// Part size unless another is asked for: 5 GiB, as published checkpoints have it.
+pub const PART_SIZE: u64 = 5 << 30;
+/// Room that is left for the manifest and the small files when free space is checked.
+const SPARE_BYTES: u64 = 16 << 20;
+
+/// What is to be converted, and how.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// A mapping by name or path; by default the one whose `[match]` fits.
+    pub mapping: Option<String>,
+    /// A profile by name or path.
+    pub profile: String,
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    /// Output dtype of weights that are not pinned.
+    pub dtype: FloatType,
+    /// What becomes of MTP blocks.
+    pub mtp: MtpPolicy,
+    /// Size in bytes at which a part is closed.
+    pub part_size: u64,
+}
+
+impl Default for Request {
+    fn default() -> Self {
+        Request {
+            mapping: None,
+            profile: "hf".into(),
+            tp: 1,
+            dtype: FloatType::BF16,
+            mtp: MtpPolicy::Keep,
+            part_size: PART_SIZE,
+        }
+    }
+}
+
+/// A source with its audited plan.
+pub struct Planned {
+    /// The source.
+    pub set: GgufSet,
+    /// Why the mapping was chosen.
+    pub chosen: String,
+    /// The plan.
+    pub plan: Plan,
+}
+
+/// What a conversion did.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// The output folder as given.
+    pub output: PathBuf,
+    /// Safetensors files written.
+    pub files: usize,
+    /// Tensors written, over all ranks.
+    pub tensors: usize,
+    /// Bytes of safetensors files.
+    pub output_bytes: u64,
+    /// Source bytes that were fetched.
+    pub source_bytes: u64,
+    /// Of them, fetched more than once; only if it was tracked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub repeated_bytes: Option<u64>,
+    /// Values that are not finite, by parameter: NaN, infinite, overflowed.
+    pub nonfinite: BTreeMap<String, (u64, u64, u64)>,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+    /// BLAKE3 of the manifest.
+    pub manifest_blake3: String,
+}
+
+/// Opens a source and plans its conversion. With `header_only` the source's data need not be there.
+pub fn plan(source: &Path, request: &Request, header_only: bool) -> Result<Planned> {
+    let set = if header_only { GgufSet::open_header_only(source)? } else { GgufSet::open(source)? };
+    set.refuse_nonmodel()?;
+    let mapping = match &request.mapping {
+        Some(name) => Mapping::load(name)?,
+        None => mapping::choose(&set)?,
+    };
+    plan_with(set, mapping, Profile::load(&request.profile)?, request)
+}
+
+/// Plans the conversion of an open source by rules that are at hand.
+pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Request) -> Result<Planned> {
+    let model = mapping::resolve(&mapping, &set, request.mtp)?;
+    let policy = Policy { dtype: request.dtype, mtp: request.mtp, part_size: request.part_size };
+    let plan = Plan::audited(&set, model, PlanRequest { profile, tp: request.tp, policy })?;
+    Ok(Planned { set, chosen: mapping.chosen, plan })
+}
+
+/// Executes a plan into `output`, which is created or must be empty. `extras` are further files (name and bytes), such
+/// as config.json. `progress` is told of tensor bytes done.
+pub fn convert(
+    planned: &Planned,
+    output: &Path,
+    options: engine::Options,
+    extras: &[(String, Vec<u8>)],
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Report> {
+    let Planned { set, plan, .. } = planned;
+    let ranks = ranks(plan, &options)?;
+    let sources: Vec<&Path> = set.parts().iter().map(|p| p.path()).collect();
+    OutputFolder::check(output, &sources)?;
+    check_space(output, plan, &ranks)?;
+    let folder = OutputFolder::create(output)?;
+    let metadata = BTreeMap::from([
+        ("format".to_owned(), "pt".to_owned()),
+        ("ggshard".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+    ]);
+    let writer = Writer::new(plan, &folder, &ranks, &metadata)?;
+    let output_bytes = writer.total_bytes();
+    let allow_nonfinite = options.allow_nonfinite;
+    let outcome = Engine::new(plan, set, options).run(&writer, progress)?;
+    let files = writer.finish()?;
+    let mut others: Vec<(String, Vec<u8>)> = extras.to_vec();
+    others.extend(index(plan, &files)?);
+    let warnings = plan.model.warnings.clone();
+    let manifest = Manifest {
+        format: manifest::FORMAT.into(),
+        format_version: manifest::FORMAT_VERSION,
+        tool: format!("ggshard {}", env!("CARGO_PKG_VERSION")),
+        plan: plan.identity().into(),
+        source: source_of(set)?,
+        mapping: mapping_of(plan)?,
+        profile: profile_of(plan)?,
+        topology: manifest::Topology { tp: plan.tp, ranks },
+        policy: manifest::Policy {
+            dtype: plan.policy.dtype.name().to_lowercase(),
+            mtp: plan.policy.mtp.name().into(),
+            part_size: plan.policy.part_size,
+            allow_nonfinite,
+        },
+        warnings: warnings.clone(),
+        ignored: plan
+            .model
+            .ignored
+            .iter()
+            .map(|i| manifest::Ignored {
+                tensor: plan.sources[i.source as usize].name.clone(),
+                reason: i.reason.clone(),
+            })
+            .collect(),
+        parameters: parameters(plan, &outcome.nonfinite),
+        others: others
+            .iter()
+            .map(|(name, bytes)| OtherFile { name: name.clone(), bytes: bytes.len() as u64, blake3: Digest::of(bytes) })
+            .collect(),
+        files,
+        digest: Digest::default(),
+    };
+    let bytes = manifest.to_bytes()?;
+    let sums = Sums::of(&manifest, &bytes).to_text();
+    let names: Vec<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
+    drop(writer);
+    folder.commit(&names, &others, sums.as_bytes(), &bytes)?;
+    Ok(Report {
+        output: output.to_path_buf(),
+        files: names.len(),
+        tensors: manifest.files.iter().map(|f| f.tensors.len()).sum(),
+        output_bytes,
+        source_bytes: outcome.reads.bytes(),
+        repeated_bytes: outcome.reads.repeated(),
+        nonfinite: outcome
+            .nonfinite
+            .iter()
+            .map(|(p, n)| (plan.params[*p as usize].name.clone(), (n.nan, n.inf, n.overflow)))
+            .collect(),
+        warnings,
+        manifest_blake3: Digest::of(&bytes).to_string(),
+    })
+}
+
+fn ranks(plan: &Plan, options: &engine::Options) -> Result<Vec<u32>> {
+    let mut ranks: Vec<u32> =
+        if options.ranks.is_empty() { (0..plan.tp).collect() } else { options.ranks.clone() };
+    ranks.sort_unstable();
+    ranks.dedup();
+    if let Some(beyond) = ranks.iter().find(|r| **r >= plan.tp) {
+        let fault = Fault::new(format!("rank {beyond}")).expected(format!("ranks 0 to {}", plan.tp - 1));
+        return Err(fault.layout());
+    }
+    Ok(ranks)
+}
+
+fn check_space(output: &Path, plan: &Plan, ranks: &[u32]) -> Result<()> {
+    let needed: u64 =
+        plan.files.iter().filter(|f| ranks.contains(&f.rank)).map(|f| f.data_bytes).sum::<u64>() + SPARE_BYTES;
+    let free = space::free_bytes(output)?;
+    if free < needed {
+        return Err(Fault::new(format!("{free} bytes are free"))
+            .file(output)
+            .expected(format!("{needed} bytes for the files of {} ranks", ranks.len()))
+            .remedy("Free some space, choose another disk, or convert some ranks at a time with --ranks")
+            .output());
+    }
+    Ok(())
+}
+
+/// The index that transformers looks for beside the parts of a whole checkpoint.
+fn index(plan: &Plan, files: &[FileEntry]) -> Result<Option<(String, Vec<u8>)>> {
+    let Some(name) = plan.profile.rules.files.index.as_ref().filter(|_| plan.tp == 1) else { return Ok(None) };
+    let mut weight_map = serde_json::Map::new();
+    let mut total = 0;
+    for file in files {
+        for tensor in &file.tensors {
+            weight_map.insert(tensor.name.clone(), file.name.clone().into());
+            total += tensor.offsets.1 - tensor.offsets.0;
+        }
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+    let mut bytes = serde_json::to_vec_pretty(&index)
+        .map_err(|e| Fault::new(format!("the index cannot be written: {e}")).audit())?;
+    bytes.push(b'\n');
+    Ok(Some((name.clone(), bytes)))
+}
+
+fn source_of(set: &GgufSet) -> Result<manifest::Source> {
+    let parts = set.parts().iter().map(|part| {
+        let name = part.path().file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        Ok(manifest::SourcePart {
+            name,
+            bytes: part.bytes(),
+            header_bytes: part.header_bytes(),
+            header_blake3: digest(&part.header_blake3()?)?,
+            blake3: None,
+        })
+    });
+    Ok(manifest::Source {
+        architecture: set.architecture().unwrap_or_default().to_owned(),
+        parts: parts.collect::<Result<_>>()?,
+    })
+}
+
+fn digest(hex: &str) -> Result<Digest> {
+    Digest::parse(hex).ok_or_else(|| Fault::new(format!("'{hex}' is no digest")).audit())
+}
+
+fn mapping_of(plan: &Plan) -> Result<manifest::Mapping> {
+    let RulesId { name, version, digest: hex, texts } = plan.model.mapping.clone();
+    let class = Some(plan.model.class.clone()).filter(|c| !c.is_empty());
+    Ok(manifest::Mapping { name, version: version.to_string(), class, digest: digest(&hex)?, texts })
+}
+
+fn profile_of(plan: &Plan) -> Result<manifest::Profile> {
+    let RulesId { name, version, digest: hex, texts } = plan.profile.id();
+    Ok(manifest::Profile {
+        name,
+        version: version.to_string(),
+        digest: digest(&hex)?,
+        text: texts.into_iter().next(),
+        launch: plan.profile.rules.launch.clone(),
+    })
+}
+
+fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest::Parameter> {
+    let parameter = |index: usize| {
+        let param = &plan.params[index];
+        let found = nonfinite.get(&(index as u32)).copied().unwrap_or_default();
+        manifest::Parameter {
+            name: param.name.clone(),
+            shape: param.shape.clone(),
+            dtype: param.dtype,
+            cut: param.cut.kind.name().into(),
+            sources: plan.sources_of(index).into_iter().map(|(n, t)| (n, t.to_owned())).collect(),
+            nan: found.nan,
+            inf: found.inf,
+            overflow: found.overflow,
+        }
+    };
+    (0..plan.params.len()).map(parameter).collect()
+}
+
+/// The config.json that goes with the weights, from a file that the user gives.
+pub fn config(path: &Path) -> Result<(String, Vec<u8>)> {
+    const LONGEST: u64 = 1 << 24;
+    let bytes = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?.len();
+    if bytes > LONGEST {
+        return Err(Fault::new(format!("{bytes} bytes")).file(path).expected("a config.json").output());
+    }
+    let text = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    match serde_json::from_slice::<serde_json::Value>(&text) {
+        Ok(serde_json::Value::Object(_)) => Ok(("config.json".into(), text)),
+        Ok(_) => Err(Fault::new("it is JSON, but no object").file(path).expected("a config.json").output()),
+        Err(e) => Err(Fault::new(format!("not JSON: {e}")).file(path).expected("a config.json").output()),
+    }
+}
+
+/// The name of the manifest in an output folder.
+pub const MANIFEST: &str = filename::MANIFEST;

@@ -1,0 +1,170 @@
+//! The output folder: from nothing to a checkpoint, in steps that no loader mistakes for one.
+//!
+//! ```text
+//! X.safetensors.partial ─► .done (after fsync) ─► all there: X.safetensors ─► others (config, index) ─► B3SUMS ─► manifest
+//! ```
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use super::filename;
+use crate::error::{Error, Fault, Result};
+
+/// Appended to a safetensors file's name while it is written.
+pub const PARTIAL: &str = ".partial";
+/// Appended to a safetensors file's name when it is complete and on disk, but others are not.
+pub const DONE: &str = ".done";
+
+/// A folder that a conversion writes to. Unless it is [committed](OutputFolder::commit), everything that was put into
+/// it is removed again when this is dropped.
+#[derive(Debug)]
+pub struct OutputFolder {
+    path: PathBuf,
+    created: Vec<PathBuf>,
+    written: std::sync::Mutex<Vec<PathBuf>>,
+    committed: bool,
+}
+
+impl OutputFolder {
+    /// Checks that `path` can take a conversion: it does not exist yet, or is an empty folder. Creates nothing.
+    pub fn check(path: &Path, sources: &[&Path]) -> Result<()> {
+        let status = match fs::metadata(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(e) => return Err(Error::io("look at", path, e)),
+            Ok(status) => status,
+        };
+        if !status.is_dir() {
+            let fault = Fault::new("the output is a file").file(path).expected("a folder, or nothing yet");
+            return Err(fault.output());
+        }
+        let entries = fs::read_dir(path).map_err(|e| Error::io("list", path, e))?;
+        let mut names: Vec<String> = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|e| Error::io("list", path, e))?;
+            if let Some(source) = sources.iter().find(|s| same_file(s, &entry.path())) {
+                return Err(Fault::new(format!("the output folder holds the source part '{}'", source.display()))
+                    .file(path)
+                    .expected("an empty folder away from the source")
+                    .output());
+            }
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+        names.sort();
+        let Some(first) = names.first() else { return Ok(()) };
+        let interrupted = names.iter().any(|n| n.ends_with(PARTIAL) || n.ends_with(DONE));
+        let remedy = if interrupted {
+            "It holds an unfinished conversion; remove the folder, or choose another"
+        } else {
+            "Choose another folder, or remove what is in it"
+        };
+        Err(Fault::new(format!("the output folder holds {} entries, the first is '{first}'", names.len()))
+            .file(path)
+            .expected("an empty folder, or none")
+            .remedy(remedy)
+            .output())
+    }
+
+    /// Creates the folder, and the folders above it, where they do not exist.
+    pub fn create(path: &Path) -> Result<Self> {
+        let mut missing: Vec<PathBuf> = Vec::new();
+        let mut at = Some(path);
+        while let Some(folder) = at.filter(|f| !f.as_os_str().is_empty() && !f.exists()) {
+            missing.push(folder.to_path_buf());
+            at = folder.parent();
+        }
+        fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
+        Ok(OutputFolder { path: path.to_path_buf(), created: missing, written: Default::default(), committed: false })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens a new file under its partial name.
+    pub(super) fn open_partial(&self, name: &str) -> Result<File> {
+        let path = self.path.join(format!("{name}{PARTIAL}"));
+        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        self.note(path);
+        Ok(file)
+    }
+
+    /// Marks a file as complete: its bytes are on disk before it has the name.
+    pub(super) fn complete(&self, name: &str, file: &File) -> Result<()> {
+        let partial = self.path.join(format!("{name}{PARTIAL}"));
+        let done = self.path.join(format!("{name}{DONE}"));
+        file.sync_all().map_err(|e| Error::io("write to disk", &partial, e))?;
+        self.rename(&partial, &done)
+    }
+
+    /// Gives all files their final names, then writes the small files, `B3SUMS` and, last, the manifest.
+    pub fn commit(mut self, files: &[&str], others: &[(String, Vec<u8>)], sums: &[u8], manifest: &[u8]) -> Result<()> {
+        self.sync()?;
+        for name in files {
+            self.rename(&self.path.join(format!("{name}{DONE}")), &self.path.join(name))?;
+        }
+        self.sync()?;
+        for (name, bytes) in others {
+            self.write(name, bytes)?;
+        }
+        self.write(filename::SUMS, sums)?;
+        self.sync()?;
+        self.write(filename::MANIFEST, manifest)?;
+        self.sync()?;
+        self.committed = true;
+        Ok(())
+    }
+
+    fn note(&self, path: PathBuf) {
+        self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(path);
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.note(to.to_path_buf());
+        fs::rename(from, to).map_err(|e| Error::io("rename", from, e))
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let mut file = self.open_partial(name)?;
+        let partial = self.path.join(format!("{name}{PARTIAL}"));
+        file.write_all(bytes).map_err(|e| Error::io("write", &partial, e))?;
+        file.sync_all().map_err(|e| Error::io("write to disk", &partial, e))?;
+        self.rename(&partial, &self.path.join(name))
+    }
+
+    fn sync(&self) -> Result<()> {
+        let folder = File::open(&self.path).map_err(|e| Error::io("open", &self.path, e))?;
+        folder.sync_all().map_err(|e| Error::io("write to disk", &self.path, e))
+    }
+}
+
+impl Drop for OutputFolder {
+    fn drop(&mut self) {
+        if self.committed {
+            return;
+        }
+        // The latest names first: a manifest must go before the files it vouches for.
+        let written = std::mem::take(&mut *self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        for path in written.iter().rev() {
+            if let Err(error) = fs::remove_file(path)
+                && error.kind() != std::io::ErrorKind::NotFound
+            {
+                tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");
+            }
+        }
+        for folder in &self.created {
+            // Only what this conversion created, and only if nobody else put anything into it.
+            let _ = fs::remove_dir(folder);
+        }
+    }
+}
+
+/// Whether two paths lead to one file, through links as well.
+fn same_file(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    match (fs::metadata(a), fs::metadata(b)) {
+        (Ok(a), Ok(b)) => a.dev() == b.dev() && a.ino() == b.ino(),
+        (Err(_), _) | (_, Err(_)) => false,
+    }
+}
