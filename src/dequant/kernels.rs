@@ -1,7 +1,7 @@
 //! One compiled function per decoder, per converter and per instruction set. The other file of this folder with `unsafe`:
 //! calls through pointers to functions that were compiled for the features that this CPU was found to have.
 
-use super::blocks::{float, fp4, iq1, iq2, iq3, iq4, k_quants, legacy, low_bits, ternary};
+use super::blocks::{self, float, fp4, iq1, iq2, iq3, iq4, k_quants, legacy, low_bits, ternary};
 #[cfg(target_arch = "x86_64")]
 use super::isa::{Avx2, Avx512};
 use super::{FloatType, Simd, convert, isa::Baseline};
@@ -33,6 +33,9 @@ macro_rules! level {
                             let blocks = blocks.as_chunks::<BYTES>().0;
                             for (block, out) in blocks.iter().zip(out.as_chunks_mut::<WEIGHTS>().0) {
                                 $decode(isa, block, out);
+                                if WEIGHTS > 1 {
+                                    blocks::one_at_a_time();
+                                }
                             }
                         }
                         Some(decode)

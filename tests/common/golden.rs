@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use ggshard::gguf::GgmlType;
 
 /// One tensor of blocks.
+#[allow(dead_code)] // tests and benchmarks each use their part
 pub struct Golden {
     /// File and tensor, for messages.
     pub name: String,

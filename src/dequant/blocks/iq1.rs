@@ -18,7 +18,7 @@ use super::{field, scale_groups};
 fn shifted(index: usize, down: bool) -> u64 {
     const ONES: u64 = 0x0101_0101_0101_0101;
     // Bytes are 0x78, 0x80 or 0x88 before and never wrap; the XOR takes the offset of 0x80 away.
-    IQ1S[index & 2047].wrapping_add(if down { ONES.wrapping_neg() } else { ONES }) ^ 0x80 * ONES
+    IQ1S[index & 2047].wrapping_add(if down { ONES.wrapping_neg() } else { ONES }) ^ (0x80 * ONES)
 }
 
 /// IQ1_S. `qh[i]` of 32 weights: bits 0..12 the upper three bits of four indices, bits 12..15 the scale, bit 15 the shift.

@@ -12,7 +12,7 @@
 //! `d*sc` and `dmin*m` are exact, and so is the product with `q`; only the subtraction rounds.
 
 use super::super::isa::Isa;
-use super::{field, map, scale, scale_groups};
+use super::{field, map, one_at_a_time, scale, scale_groups};
 
 /// Q2_K. `scales[i]`: low nibble `sc`, high nibble `m` of sub-block `i`. Codes of two bits: byte `l` of 32 bytes holds
 /// weights `l`, `l + 32`, `l + 64`, `l + 96` of its half of the block, from the lowest bits up.
@@ -28,6 +28,7 @@ pub(in crate::dequant) fn q2_k<I: Isa>(isa: I, block: &[u8; 84], out: &mut [f32;
         for (out, byte) in out.iter_mut().zip(&qs[i / 8 * 2 + i % 2]) {
             *out = factor * (byte >> (i % 8 / 2 * 2) & 3) as f32 - minimum;
         }
+        one_at_a_time();
     }
 }
 
