@@ -9,11 +9,11 @@ use crate::dequant::{FloatType, Nonfinite};
 use crate::engine::{self, Engine};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
-use crate::mapping::{self, Mapping, MtpPolicy, Profile, RulesId};
+use crate::mapping::{self, Mapping, MtpPolicy, Profile, RulesId, Set};
 use crate::output::filename;
 use crate::output::manifest::{self, FileEntry, Manifest, OtherFile};
 use crate::output::{Digest, OutputFolder, Sums, Writer, space};
-use crate::plan::{Plan, PlanRequest, Policy};
+use crate::plan::{DRAFT_FOLDER, Plan, PlanRequest, Policy};
 
 /// Part size unless another is asked for: 5 GiB, as published checkpoints have it.
 pub const PART_SIZE: u64 = 5 << 30;
@@ -35,6 +35,14 @@ pub struct Request {
     pub mtp: MtpPolicy,
     /// Size in bytes at which a part is closed.
     pub part_size: u64,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// Blocks per pipeline stage; empty to divide them evenly.
+    pub stage_layers: Vec<u64>,
+    /// Ranks hold whole experts instead of a slice of every expert.
+    pub expert_parallel: bool,
+    /// Each rank's rows of an expert's projections are padded with zeros to a multiple of this.
+    pub moe_pad: Option<u64>,
 }
 
 impl Default for Request {
@@ -46,6 +54,10 @@ impl Default for Request {
             dtype: FloatType::BF16,
             mtp: MtpPolicy::Keep,
             part_size: PART_SIZE,
+            pp: 1,
+            stage_layers: Vec::new(),
+            expert_parallel: false,
+            moe_pad: None,
         }
     }
 }
@@ -98,8 +110,16 @@ pub fn plan(source: &Path, request: &Request, header_only: bool) -> Result<Plann
 /// Plans the conversion of an open source by rules that are at hand.
 pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Request) -> Result<Planned> {
     let model = mapping::resolve(&mapping, &set, request.mtp)?;
-    let policy = Policy { dtype: request.dtype, mtp: request.mtp, part_size: request.part_size };
-    let plan = Plan::audited(&set, model, PlanRequest { profile, tp: request.tp, policy })?;
+    let Request { dtype, mtp, part_size, moe_pad, .. } = *request;
+    let plan_request = PlanRequest {
+        profile,
+        tp: request.tp,
+        pp: request.pp,
+        stage_layers: request.stage_layers.clone(),
+        expert_parallel: request.expert_parallel,
+        policy: Policy { dtype, mtp, part_size, moe_pad },
+    };
+    let plan = Plan::audited(&set, model, plan_request)?;
     Ok(Planned { set, chosen: mapping.chosen, plan })
 }
 
@@ -138,23 +158,22 @@ pub fn convert(
         source: source_of(set)?,
         mapping: mapping_of(plan)?,
         profile: profile_of(plan)?,
-        topology: manifest::Topology { tp: plan.tp, ranks },
+        topology: manifest::Topology {
+            tp: plan.tp,
+            pp: plan.stages.count(),
+            stage_layers: if plan.stages.count() > 1 { plan.stages.counts().to_vec() } else { Vec::new() },
+            expert_parallel: plan.expert_parallel,
+            ranks,
+        },
         policy: manifest::Policy {
             dtype: plan.policy.dtype.name().to_lowercase(),
             mtp: plan.policy.mtp.name().into(),
             part_size: plan.policy.part_size,
+            moe_pad: plan.policy.moe_pad,
             allow_nonfinite,
         },
         warnings: warnings.clone(),
-        ignored: plan
-            .model
-            .ignored
-            .iter()
-            .map(|i| manifest::Ignored {
-                tensor: plan.sources[i.source as usize].name.clone(),
-                reason: i.reason.clone(),
-            })
-            .collect(),
+        ignored: plan.unused_sources().map(|(tensor, reason)| manifest::Ignored { tensor, reason }).collect(),
         parameters: parameters(plan, &outcome.nonfinite),
         others: others
             .iter()
@@ -186,8 +205,7 @@ pub fn convert(
 }
 
 fn ranks(plan: &Plan, options: &engine::Options) -> Result<Vec<u32>> {
-    let mut ranks: Vec<u32> =
-        if options.ranks.is_empty() { (0..plan.tp).collect() } else { options.ranks.clone() };
+    let mut ranks: Vec<u32> = if options.ranks.is_empty() { (0..plan.tp).collect() } else { options.ranks.clone() };
     ranks.sort_unstable();
     ranks.dedup();
     if let Some(beyond) = ranks.iter().find(|r| **r >= plan.tp) {
@@ -213,7 +231,8 @@ fn check_space(output: &Path, plan: &Plan, ranks: &[u32]) -> Result<()> {
 
 /// The index that transformers looks for beside the parts of a whole checkpoint.
 fn index(plan: &Plan, files: &[FileEntry]) -> Result<Option<(String, Vec<u8>)>> {
-    let Some(name) = plan.profile.rules.files.index.as_ref().filter(|_| plan.tp == 1) else { return Ok(None) };
+    let whole = plan.profile.whole_at(plan.tp, plan.stages.count());
+    let Some(name) = plan.profile.rules.files.index.as_ref().filter(|_| whole) else { return Ok(None) };
     let mut weight_map = serde_json::Map::new();
     let mut total = 0;
     for file in files {
@@ -262,7 +281,7 @@ fn profile_of(plan: &Plan) -> Result<manifest::Profile> {
         name,
         version: version.to_string(),
         digest: digest(&hex)?,
-        text: texts.into_iter().next(),
+        texts,
         launch: plan.profile.rules.launch.clone(),
     })
 }
@@ -273,9 +292,13 @@ fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest
         let found = nonfinite.get(&(index as u32)).copied().unwrap_or_default();
         manifest::Parameter {
             name: param.name.clone(),
+            set: match param.set {
+                Set::Main => String::new(),
+                Set::Draft => DRAFT_FOLDER.into(),
+            },
             shape: param.shape.clone(),
             dtype: param.dtype,
-            cut: param.cut.kind.name().into(),
+            cut: param.cut.name().into(),
             sources: plan.sources_of(index).into_iter().map(|(n, t)| (n, t.to_owned())).collect(),
             nan: found.nan,
             inf: found.inf,

@@ -69,6 +69,18 @@ pub struct PlanChoices {
     /// What to do with multi-token-prediction blocks.
     #[arg(long, value_name = "WHAT", default_value = "keep")]
     pub mtp: MtpArg,
+    /// Ranks hold whole experts instead of a slice of every expert (expert-parallel group = tensor-parallel group).
+    #[arg(long)]
+    pub ep: bool,
+    /// Number of pipeline stages.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub pp: u32,
+    /// Blocks per pipeline stage, as in 20,20,21. Default: as vLLM divides them.
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
+    pub pp_layers: Vec<u64>,
+    /// Pad each rank's rows of an expert's gate and up, and columns of its down, with zeros to a multiple of this.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
+    pub moe_pad: Option<u64>,
     /// Begin a new file at this size, as in 5G, 500M or 1GiB (G and GiB are 2^30 bytes, GB is 10^9).
     #[arg(long, value_name = "SIZE", default_value = "5G", value_parser = size)]
     pub part_size: u64,

@@ -23,7 +23,8 @@ pub fn main() -> ExitCode {
     match run::run(args.command) {
         Ok(code) => code,
         Err(error) => {
-            let closed = error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
+            let closed =
+                error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
             if closed {
                 return ExitCode::SUCCESS;
             }

@@ -60,6 +60,10 @@ fn request(choices: &PlanChoices) -> Request {
         dtype: choices.dtype.into(),
         mtp: choices.mtp.into(),
         part_size: choices.part_size,
+        pp: if choices.pp_layers.is_empty() { choices.pp } else { choices.pp_layers.len() as u32 },
+        stage_layers: choices.pp_layers.clone(),
+        expert_parallel: choices.ep,
+        moe_pad: choices.moe_pad,
     }
 }
 
@@ -86,12 +90,8 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         extras.push(convert::config(path)?);
     }
     let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
-    let total: u64 = plan
-        .files
-        .iter()
-        .filter(|f| ranks.is_empty() || ranks.contains(&f.rank))
-        .map(|f| f.data_bytes)
-        .sum();
+    let total: u64 =
+        plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank)).map(|f| f.data_bytes).sum();
     let mut options = engine::Options {
         ranks,
         threads: args.threads,

@@ -6,7 +6,7 @@ use crate::plan::{Origin, Param, Plan, Region};
 /// A region of a source, and where it goes.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Job {
-    /// Index of the parameter.
+    /// Index of the first parameter that it is for, which names it in messages and gives the dtype.
     pub param: u32,
     /// What is read.
     pub read: Read,
@@ -30,6 +30,8 @@ pub(super) enum Read {
 /// One place that a job's elements go to.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Output {
+    /// Index of the parameter.
+    pub param: u32,
     /// The ranks that hold this very slice.
     pub ranks: Vec<u32>,
     /// First column of a `Rows` read that it takes; 0 otherwise.
@@ -42,10 +44,19 @@ pub(super) struct Output {
     pub stride: u64,
 }
 
-/// The jobs of a parameter for the wanted ranks, in the order of the source.
-pub(super) fn jobs(plan: &Plan, index: u32, wanted: &[bool]) -> Vec<Job> {
-    let param = &plan.params[index as usize];
+/// The jobs of a parameter, and of those that join it, for the wanted ranks, in the order of the source.
+pub(super) fn jobs(plan: &Plan, index: u32, joining: &[u32], wanted: &[bool]) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
+    for param in std::iter::once(&index).chain(joining) {
+        add_jobs(plan, *param, wanted, &mut jobs);
+    }
+    jobs
+}
+
+fn add_jobs(plan: &Plan, index: u32, wanted: &[bool], jobs: &mut Vec<Job>) {
+    let param = &plan.params[index as usize];
+    // What joins an earlier parameter may share reads with any of its jobs.
+    let look_back = if param.joins.is_some() { usize::MAX } else { LOOK_BACK };
     for (ranks, pieces) in distinct(param, wanted) {
         let slice = &param.slices[ranks[0] as usize];
         let width = crate::mapping::Matrix::of(slice.shape.axes()).cols;
@@ -54,12 +65,11 @@ pub(super) fn jobs(plan: &Plan, index: u32, wanted: &[bool]) -> Vec<Job> {
             let elements = piece.rows * piece.cols;
             let in_one_run = piece.rows == 1 || piece.cols == width;
             let (read, output) = match piece.origin {
-                Origin::Fill(value) if in_one_run => {
-                    (Read::Fill { value, elements }, (0, elements, start, elements))
-                }
+                Origin::Fill(value) if in_one_run => (Read::Fill { value, elements }, (0, elements, start, elements)),
                 Origin::Fill(value) => {
                     for row in 0..piece.rows {
                         let output = Output {
+                            param: index,
                             ranks: ranks.clone(),
                             col: 0,
                             cols: piece.cols,
@@ -77,16 +87,15 @@ pub(super) fn jobs(plan: &Plan, index: u32, wanted: &[bool]) -> Vec<Job> {
                 Origin::Source(region) => source_read(&region, piece.rows, piece.cols, start, width, in_one_run),
             };
             let (col, cols, start, stride) = output;
-            let output = Output { ranks: ranks.clone(), col, cols, start, stride };
+            let output = Output { param: index, ranks: ranks.clone(), col, cols, start, stride };
             // Row-parallel ranks take columns of the same rows: one job decodes them for all.
             let shares = |job: &&mut Job| job.read == read && !matches!(read, Read::Fill { .. });
-            match jobs.iter_mut().rev().take(LOOK_BACK).find(shares) {
+            match jobs.iter_mut().rev().take(look_back).find(shares) {
                 Some(job) => job.outputs.push(output),
                 None => jobs.push(Job { param: index, read, outputs: vec![output] }),
             }
         }
     }
-    jobs
 }
 
 /// How many earlier jobs of a parameter are searched for the same read. Ranks repeat their pieces in the same order, so

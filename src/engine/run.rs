@@ -82,7 +82,14 @@ impl<'a> Engine<'a> {
         let context =
             Context { plan, set: self.set, sink, reads: &reads, simd: self.options.simd, decoders: &decoders };
         let shared = Shared {
-            queue: Mutex::new(Queue { engine: self, wanted: &wanted, param: 0, ready: Vec::new(), ahead: Ahead::default() }),
+            queue: Mutex::new(Queue {
+                engine: self,
+                wanted: &wanted,
+                joining: joining(plan),
+                param: 0,
+                ready: Vec::new(),
+                ahead: Ahead::default(),
+            }),
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
             nonfinite: Mutex::new(BTreeMap::new()),
@@ -119,7 +126,8 @@ impl Shared<'_> {
             let Some((job, tile)) = next else { return };
             let done = context.execute(&job, &tile, &mut scratch).and_then(|(bytes, found)| {
                 if found.any() {
-                    *self.nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() += found;
+                    *self.nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() +=
+                        found;
                     if !allow_nonfinite {
                         return Err(refusal(context.plan, &job, found));
                     }
@@ -164,6 +172,8 @@ fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
 struct Queue<'a> {
     engine: &'a Engine<'a>,
     wanted: &'a [bool],
+    /// Later parameters that are decoded together with an earlier one, by that one.
+    joining: BTreeMap<u32, Vec<u32>>,
     param: usize,
     /// Tiles of the current parameter, last first.
     ready: Vec<(Arc<Job>, Tile)>,
@@ -174,9 +184,15 @@ impl Queue<'_> {
     fn next(&mut self) -> Option<(Arc<Job>, Tile)> {
         while self.ready.is_empty() {
             let param = self.engine.plan.params.get(self.param)?;
+            if param.joins.is_some() {
+                self.param += 1;
+                continue;
+            }
             self.ahead.advance(self.engine, self.param);
             let target = self.engine.options.tile_bytes.max(1) / param.dtype.bytes();
-            for job in jobs(self.engine.plan, self.param as u32, self.wanted) {
+            let index = self.param as u32;
+            let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
+            for job in jobs(self.engine.plan, index, joining, self.wanted) {
                 let block = match job.read {
                     Read::Fill { .. } => 1,
                     Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
@@ -191,6 +207,17 @@ impl Queue<'_> {
         }
         self.ready.pop()
     }
+}
+
+/// For each parameter that later ones join, those.
+fn joining(plan: &Plan) -> BTreeMap<u32, Vec<u32>> {
+    let mut joining: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for (index, param) in plan.params.iter().enumerate() {
+        if let Some(first) = param.joins {
+            joining.entry(first).or_default().push(index as u32);
+        }
+    }
+    joining
 }
 
 /// Requests source bytes before workers need them: parameters ahead of the current one, as many bytes as allowed.
@@ -210,6 +237,10 @@ impl Ahead {
         }
         self.param = self.param.max(current);
         while self.pending < engine.options.readahead.max(1) && self.param < plan.params.len() {
+            if plan.params[self.param].joins.is_some() {
+                self.param += 1;
+                continue;
+            }
             for (source, range) in spans(plan, self.param) {
                 let tensor = &engine.set.tensors()[source as usize];
                 let range = tensor.offset + range.start..tensor.offset + range.end;

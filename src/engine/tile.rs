@@ -93,7 +93,7 @@ impl Context<'_> {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
                 let mut bytes = 0;
                 for output in &job.outputs {
-                    bytes += self.put_columns(job.param, output, tile, dtype, scratch)?;
+                    bytes += self.put_columns(output, tile, dtype, scratch)?;
                 }
                 Ok((bytes, found))
             }
@@ -101,14 +101,21 @@ impl Context<'_> {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
                 let mut bytes = 0;
                 for output in &job.outputs {
-                    bytes += self.put_transposed(job.param, output, tile, dtype, scratch)?;
+                    bytes += self.put_transposed(output, tile, dtype, scratch)?;
                 }
                 Ok((bytes, found))
             }
         }
     }
 
-    fn fill(&self, job: &Job, tile: &Tile, value: f32, dtype: Dtype, scratch: &mut Scratch) -> Result<(u64, Nonfinite)> {
+    fn fill(
+        &self,
+        job: &Job,
+        tile: &Tile,
+        value: f32,
+        dtype: Dtype,
+        scratch: &mut Scratch,
+    ) -> Result<(u64, Nonfinite)> {
         let n = (tile.cols.end - tile.cols.start) as usize;
         scratch.floats.clear();
         scratch.floats.resize(n, value);
@@ -127,7 +134,7 @@ impl Context<'_> {
     fn put_run(&self, job: &Job, first: u64, dtype: Dtype, bytes: &[u8]) -> Result<u64> {
         let mut written = 0;
         for output in &job.outputs {
-            self.sink.put(job.param, &output.ranks, (output.start + first) * dtype.bytes(), bytes)?;
+            self.sink.put(output.param, &output.ranks, (output.start + first) * dtype.bytes(), bytes)?;
             written += bytes.len() as u64 * output.ranks.len() as u64;
         }
         Ok(written)
@@ -198,9 +205,8 @@ impl Context<'_> {
             scratch.decoded[at].copy_from_slice(bytes);
             return Ok(Nonfinite::default());
         };
-        let decoder = self.decoders[source as usize].ok_or_else(|| {
-            Fault::new(format!("type {ty} has no decoder")).tensor(&tensor.name).audit()
-        })?;
+        let decoder = self.decoders[source as usize]
+            .ok_or_else(|| Fault::new(format!("type {ty} has no decoder")).tensor(&tensor.name).audit())?;
         let whole = skipped == 0 && n as u64 == (blocks.end - blocks.start) * block;
         if whole && op.is_identity() {
             return Ok(decoder.decode(bytes, float, &mut scratch.decoded[at]));
@@ -231,7 +237,7 @@ impl Context<'_> {
     }
 
     /// Hands an output the columns that it takes of the decoded rows.
-    fn put_columns(&self, param: u32, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
+    fn put_columns(&self, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
         let width = dtype.bytes();
         let taken = output.col.max(tile.cols.start)..(output.col + output.cols).min(tile.cols.end);
         if taken.start >= taken.end {
@@ -249,11 +255,11 @@ impl Context<'_> {
             }
         };
         gather(&scratch.decoded, &mut scratch.out);
-        self.put_rows(param, output, first, cols, width, &scratch.out)
+        self.put_rows(output, first, cols, width, &scratch.out)
     }
 
     /// Hands an output the transposed tile: its columns become rows.
-    fn put_transposed(&self, param: u32, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
+    fn put_transposed(&self, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
         let rows = (tile.rows.end - tile.rows.start) as usize;
         let cols = (tile.cols.end - tile.cols.start) as usize;
         let Scratch { decoded, out, .. } = scratch;
@@ -264,16 +270,16 @@ impl Context<'_> {
             _ => transpose::<8>(decoded, rows, cols, out),
         }
         let first = output.start + tile.cols.start * output.stride + tile.rows.start;
-        self.put_rows(param, output, first, rows as u64, dtype.bytes(), out)
+        self.put_rows(output, first, rows as u64, dtype.bytes(), out)
     }
 
     /// Hands on rows of `cols` elements that lie `output.stride` apart in the slice, as one run where they touch.
-    fn put_rows(&self, param: u32, output: &Output, first: u64, cols: u64, width: u64, bytes: &[u8]) -> Result<u64> {
+    fn put_rows(&self, output: &Output, first: u64, cols: u64, width: u64, bytes: &[u8]) -> Result<u64> {
         if cols == output.stride {
-            self.sink.put(param, &output.ranks, first * width, bytes)?;
+            self.sink.put(output.param, &output.ranks, first * width, bytes)?;
         } else {
             for (i, row) in bytes.chunks_exact((cols * width) as usize).enumerate() {
-                self.sink.put(param, &output.ranks, (first + i as u64 * output.stride) * width, row)?;
+                self.sink.put(output.param, &output.ranks, (first + i as u64 * output.stride) * width, row)?;
             }
         }
         Ok(bytes.len() as u64 * output.ranks.len() as u64)
@@ -311,7 +317,8 @@ fn float_type(dtype: Dtype) -> Option<FloatType> {
 
 /// The dtype that holds a type's elements bit for bit without any conversion, where types of the same name meet.
 fn unchanged(ty: GgmlType) -> Option<Dtype> {
-    Dtype::parse(ty.name()).filter(|_| matches!(ty, GgmlType::I8 | GgmlType::I16 | GgmlType::I32 | GgmlType::I64 | GgmlType::F64))
+    Dtype::parse(ty.name())
+        .filter(|_| matches!(ty, GgmlType::I8 | GgmlType::I16 | GgmlType::I32 | GgmlType::I64 | GgmlType::F64))
 }
 
 #[cfg(test)]
@@ -323,7 +330,7 @@ mod tests {
     }
 
     fn output(col: u64, cols: u64) -> Output {
-        Output { ranks: vec![0], col, cols, start: 0, stride: cols }
+        Output { param: 0, ranks: vec![0], col, cols, start: 0, stride: cols }
     }
 
     /// Every tile's rectangle is disjoint from the others and together they are the job.

@@ -48,7 +48,9 @@ impl BlockMap {
     /// Counts the blocks in the metadata and in the tensor names, and refuses a broken trunk.
     pub fn read(facts: &Facts<'_>, policy: MtpPolicy, warnings: &mut Vec<String>) -> Result<Self> {
         let present: BTreeSet<u64> = facts.set().tensors().iter().filter_map(|t| block_of(&t.name)).collect();
-        let Some(blocks) = &facts.rules().blocks else { return Ok(BlockMap { present, trunk: u64::MAX, count: u64::MAX, policy }) };
+        let Some(blocks) = &facts.rules().blocks else {
+            return Ok(BlockMap { present, trunk: u64::MAX, count: u64::MAX, policy });
+        };
         let scope = Bound { facts, vars: &[] };
         let broken = |why: String| facts.fault(why).contradiction();
         let count = blocks.count.0.size(&scope).map_err(broken)?;
@@ -61,7 +63,11 @@ impl BlockMap {
         let mtp: Vec<u64> = (trunk..count).filter(|b| present.contains(b)).collect();
         if !missing.is_empty() && (missing.len() as u64) < trunk {
             return Err(facts
-                .fault(format!("trunk block {} has no tensor ({} of {trunk} blocks are missing)", list(&missing), missing.len()))
+                .fault(format!(
+                    "trunk block {} has no tensor ({} of {trunk} blocks are missing)",
+                    list(&missing),
+                    missing.len()
+                ))
                 .tensor(format!("blk.{}.*", missing[0]))
                 .expected(format!("blocks 0 to {} of the trunk ({explain})", trunk.saturating_sub(1)))
                 .remedy("The file is incomplete: get it again, or all parts of its split set")
@@ -75,7 +81,9 @@ impl BlockMap {
                 .missing_tensor());
         }
         for absent in (trunk..count).filter(|b| !present.contains(b)) {
-            warnings.push(format!("the metadata counts MTP block {absent} ({explain}), but the file holds no tensor of it"));
+            warnings.push(format!(
+                "the metadata counts MTP block {absent} ({explain}), but the file holds no tensor of it"
+            ));
         }
         if !missing.is_empty() {
             warnings.push(format!("the file holds the MTP blocks alone: none of the {trunk} trunk blocks is in it"));

@@ -146,7 +146,9 @@ impl Expr {
     pub fn int(&self, scope: &dyn Scope) -> Result<i64, String> {
         match self.eval(scope)? {
             Value::Int(n) => Ok(n),
-            other @ (Value::Bool(_) | Value::Text(_)) => Err(format!("`{}` is {}, not an integer", self.text, other.kind())),
+            other @ (Value::Bool(_) | Value::Text(_)) => {
+                Err(format!("`{}` is {}, not an integer", self.text, other.kind()))
+            }
         }
     }
 
@@ -160,7 +162,9 @@ impl Expr {
     pub fn truth(&self, scope: &dyn Scope) -> Result<bool, String> {
         match self.eval(scope)? {
             Value::Bool(b) => Ok(b),
-            other @ (Value::Int(_) | Value::Text(_)) => Err(format!("`{}` is {}, not a truth value", self.text, other.kind())),
+            other @ (Value::Int(_) | Value::Text(_)) => {
+                Err(format!("`{}` is {}, not a truth value", self.text, other.kind()))
+            }
         }
     }
 }
@@ -218,9 +222,8 @@ fn binary(op: Op, a: &Node, b: &Node, scope: &dyn Scope) -> Result<Value, String
         let (x, y) = (int(a, scope)?, int(b, scope)?);
         f(x, y).map(Value::Int).ok_or_else(|| format!("overflow or division by zero between {x} and {y}"))
     };
-    let compare = |f: fn(&i64, &i64) -> bool| -> Result<Value, String> {
-        Ok(Value::Bool(f(&int(a, scope)?, &int(b, scope)?)))
-    };
+    let compare =
+        |f: fn(&i64, &i64) -> bool| -> Result<Value, String> { Ok(Value::Bool(f(&int(a, scope)?, &int(b, scope)?))) };
     let equal = || -> Result<bool, String> {
         let (x, y) = (eval(a, scope)?, eval(b, scope)?);
         if x.kind() != y.kind() {

@@ -149,7 +149,11 @@ impl<'a> Facts<'a> {
                     }
                 })?;
                 let parts = self.explain(expr.text());
-                let origin = if parts.is_empty() { format!("`{}`", expr.text()) } else { format!("`{}` ({parts})", expr.text()) };
+                let origin = if parts.is_empty() {
+                    format!("`{}`", expr.text())
+                } else {
+                    format!("`{}` ({parts})", expr.text())
+                };
                 Ok(Dim { value: DimValue::One(value), origin })
             }
             DimSource::Key { key } => {
@@ -185,12 +189,10 @@ impl<'a> Facts<'a> {
 
     /// The first dimension named in an expression that is not in the file, in words.
     fn missing_name(&self, text: &str) -> Option<String> {
-        pattern::words(text)
-            .filter(|word| self.rules.dims.contains_key(*word))
-            .find_map(|word| match self.dim(word) {
-                Err(Absent::NotInFile(what)) => Some(what),
-                Err(Absent::Broken(_)) | Ok(_) => None,
-            })
+        pattern::words(text).filter(|word| self.rules.dims.contains_key(*word)).find_map(|word| match self.dim(word) {
+            Err(Absent::NotInFile(what)) => Some(what),
+            Err(Absent::Broken(_)) | Ok(_) => None,
+        })
     }
 
     fn first_tensor(&self, pattern: &str) -> Result<Option<usize>, String> {
@@ -210,9 +212,14 @@ fn field_value(field: &Field<'_>) -> Result<DimValue, String> {
         match v {
             Field::Bool(b) => Ok(Value::Bool(*b)),
             Field::Str(bytes) => Ok(Value::Text(String::from_utf8_lossy(bytes).into_owned())),
-            Field::U8(_) | Field::I8(_) | Field::U16(_) | Field::I16(_) | Field::U32(_) | Field::I32(_) | Field::U64(_) | Field::I64(_) => {
-                v.as_i64().map(Value::Int).map_err(|f| f.found)
-            }
+            Field::U8(_)
+            | Field::I8(_)
+            | Field::U16(_)
+            | Field::I16(_)
+            | Field::U32(_)
+            | Field::I32(_)
+            | Field::U64(_)
+            | Field::I64(_) => v.as_i64().map(Value::Int).map_err(|f| f.found),
             Field::F32(_) | Field::F64(_) | Field::Array(_) => {
                 Err(format!("{}; an integer, a truth value or a text is needed", v.type_name()))
             }
@@ -257,9 +264,10 @@ impl Scope for Bound<'_, '_> {
         match dim.value {
             DimValue::One(value) => Ok(value),
             DimValue::PerBlock(list) => match self.var("layer") {
-                Some(layer) => list.get(layer as usize).cloned().ok_or_else(|| {
-                    format!("{} has {} values, none for block {layer}", dim.origin, list.len())
-                }),
+                Some(layer) => list
+                    .get(layer as usize)
+                    .cloned()
+                    .ok_or_else(|| format!("{} has {} values, none for block {layer}", dim.origin, list.len())),
                 None => match list.split_first() {
                     Some((first, rest)) if rest.iter().all(|v| v == first) => Ok(first.clone()),
                     Some(_) | None => Err(format!("{} differs from block to block", dim.origin)),

@@ -3,6 +3,7 @@
 mod blocks;
 pub mod expr;
 mod facts;
+pub mod layout;
 mod library;
 mod pattern;
 mod profile;
@@ -12,8 +13,9 @@ pub mod rules;
 mod toml_forms;
 
 pub use blocks::MtpPolicy;
+pub use layout::{Content, LaidOut, ParamSpec, Place, Set};
 pub use library::{Mapping, RulesId, builtin_mappings, choose};
-pub use profile::{FileNames, Profile, ProfileRules};
+pub use profile::{FileNames, FileSlot, Profile, ProfileRules, Vocab};
 pub use recipe::{Cut, Matrix, Part, Recipe, ValueOp, Weight};
 pub use resolve::resolve;
 pub use rules::{CutKind, PinnedDtype};

@@ -2,15 +2,19 @@
 
 use serde::Deserialize;
 
+use super::layout::LayoutRules;
 use super::library::{RulesId, Text, embedded, find};
-use crate::error::{Fault, Result};
+use crate::error::{Error, Fault, Result};
+
+/// Longest chain of `extends`.
+const DEEPEST: usize = 8;
 
 /// A profile ready for use.
 #[derive(Debug, Clone)]
 pub struct Profile {
-    /// What the file says.
+    /// What the file says, with what it takes from the profiles that it extends.
     pub rules: ProfileRules,
-    text: Text,
+    texts: Vec<Text>,
 }
 
 /// A profile file as parsed.
@@ -22,81 +26,189 @@ pub struct ProfileRules {
     /// Raised whenever a change can change a byte of the output.
     #[serde(default)]
     pub version: u32,
+    /// The profile this one starts from.
+    #[serde(default)]
+    pub extends: Option<String>,
     /// One sentence: what the files are for.
     pub about: String,
     /// What the layout was checked against.
     pub checked: String,
-    /// The launch that the layout assumes: load format, flags.
+    /// The launch that the layout assumes: load format, flags, kernels.
     #[serde(default)]
     pub launch: Vec<String>,
-    /// At tp > 1, vocabulary rows are padded with zeros to a multiple of this before they are cut.
-    pub vocab_pad: u64,
+    /// How the vocabulary is padded.
+    #[serde(default)]
+    pub vocab: Vocab,
     /// File names.
+    #[serde(default)]
     pub files: FileNames,
+    /// Layouts; the first that names a model's class is taken.
+    #[serde(default, rename = "layout")]
+    pub layouts: Vec<LayoutRules>,
 }
 
-/// File name templates. `{part}`, `{parts}` and `{rank}` are replaced; `{part:05}` is padded with zeros.
-#[derive(Debug, Clone, Deserialize)]
+/// How the vocabulary is padded with rows of zeros before it is cut.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Vocab {
+    /// To a multiple of this.
+    pub multiple: u64,
+    /// On a single rank as well.
+    #[serde(default)]
+    pub always: bool,
+}
+
+/// File name templates. `{part}`, `{parts}`, `{rank}` and `{stage}` are replaced; `{part:05}` is padded with zeros.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileNames {
-    /// Names at tp 1, parts counted from 1.
-    pub whole: String,
+    /// Names on a single rank, parts counted from 1; by default those of `ranked`.
+    #[serde(default)]
+    pub whole: Option<String>,
     /// The index file that goes with `whole`.
     #[serde(default)]
     pub index: Option<String>,
-    /// Names at tp > 1, ranks and parts counted from 0.
+    /// Names per tensor-parallel rank, ranks and parts counted from 0.
+    #[serde(default)]
     pub ranked: String,
+    /// Names with several pipeline stages; none if the stack has no such files.
+    #[serde(default)]
+    pub pipelined: Option<String>,
+}
+
+/// Which file of a set a name is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileSlot {
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// The tensor-parallel rank.
+    pub rank: u32,
+    /// The pipeline stage.
+    pub stage: u32,
+    /// The part, from 0.
+    pub part: usize,
+    /// Number of parts.
+    pub parts: usize,
 }
 
 impl Profile {
     /// A built-in profile by name, or a TOML file.
     pub fn load(name_or_path: &str) -> Result<Self> {
-        Profile::parse(find(name_or_path, None, embedded::PROFILES, "profile")?)
+        let first = find(name_or_path, None, embedded::PROFILES, "profile")?;
+        Profile::assemble(first, |parent, child| find(parent, Some(child), embedded::PROFILES, "profile"))
     }
 
-    /// A profile from a text kept elsewhere (a manifest).
-    pub fn from_text(text: &str) -> Result<Self> {
-        Profile::parse(Text { origin: "the manifest".into(), builtin: false, text: text.to_owned() })
+    /// A profile from texts kept elsewhere (a manifest), the first being the profile itself.
+    pub fn from_texts(texts: &[String]) -> Result<Self> {
+        let recorded = |text: &String| Text { origin: "the manifest".into(), builtin: false, text: text.clone() };
+        let first = texts.first().map(recorded).ok_or_else(|| Fault::new("no profile text").rules())?;
+        Profile::assemble(first, |parent, _| {
+            for text in texts.iter().map(recorded) {
+                if parse(&text)?.name == parent {
+                    return Ok(text);
+                }
+            }
+            find(parent, None, embedded::PROFILES, "profile")
+        })
     }
 
-    fn parse(text: Text) -> Result<Self> {
-        let at = |e: String| Fault::new(e).file(&text.origin).rules();
-        let rules: ProfileRules =
-            toml::from_str(&text.text).map_err(|e| at(e.to_string().trim_end().to_owned()))?;
-        if rules.vocab_pad == 0 || rules.vocab_pad > 1 << 16 {
-            return Err(at(format!("vocab_pad = {}; it is a multiple between 1 and 65536", rules.vocab_pad)));
-        }
-        let names = [(&rules.files.whole, &["part", "parts"][..]), (&rules.files.ranked, &["rank", "part"][..])];
-        for (template, needed) in names {
-            let filled = fill(template, &needed.iter().map(|n| (*n, 0)).collect::<Vec<_>>()).map_err(&at)?;
-            if filled.contains(['/', '\\']) || !filled.ends_with(".safetensors") {
-                return Err(at(format!("'{template}' must be a plain file name that ends in .safetensors")));
+    /// All built-in profiles, by name.
+    pub fn builtin() -> Result<Vec<Profile>> {
+        embedded::PROFILES.iter().map(|(name, _)| Profile::load(name)).collect()
+    }
+
+    fn assemble(first: Text, parent: impl Fn(&str, &Text) -> Result<Text>) -> Result<Self> {
+        let mut rules = parse(&first)?;
+        let mut texts = vec![first];
+        let mut next = rules.extends.clone();
+        while let Some(name) = next {
+            let child = &texts[texts.len() - 1];
+            if texts.len() == DEEPEST {
+                let fault = Fault::new(format!("more than {DEEPEST} profiles extend each other")).file(&child.origin);
+                return Err(fault.key("extends").rules());
             }
-            if let Some(lacking) = needed.iter().find(|n| !template.contains(&format!("{{{n}"))) {
-                return Err(at(format!("'{template}' lacks {{{lacking}}}")));
+            let text = parent(&name, child)?;
+            let base = parse(&text)?;
+            texts.push(text);
+            if rules.vocab.multiple == 0 {
+                rules.vocab = base.vocab;
             }
+            if rules.files == FileNames::default() {
+                rules.files = base.files;
+            }
+            if rules.launch.is_empty() {
+                rules.launch = base.launch;
+            }
+            rules.layouts.extend(base.layouts);
+            next = base.extends;
         }
-        if rules.files.index.as_ref().is_some_and(|i| i.contains(['/', '\\']) || !i.ends_with(".json")) {
-            return Err(at("the index must be a plain file name that ends in .json".into()));
-        }
-        Ok(Profile { rules, text })
+        check(&rules).map_err(|e| Fault::new(e).file(&texts[0].origin).rules())?;
+        Ok(Profile { rules, texts })
     }
 
     /// Name, version and digest.
     pub fn id(&self) -> RulesId {
-        RulesId::new(&self.rules.name, self.rules.version, std::slice::from_ref(&self.text))
+        RulesId::new(&self.rules.name, self.rules.version, &self.texts)
     }
 
-    /// The name of a rank's part. `part` counts from 0.
-    pub fn file_name(&self, tp: u32, rank: u32, part: usize, parts: usize) -> Result<String> {
-        let (part, parts, rank) = (part as u64, parts as u64, u64::from(rank));
-        let name = if tp == 1 {
-            fill(&self.rules.files.whole, &[("part", part + 1), ("parts", parts)])
-        } else {
-            fill(&self.rules.files.ranked, &[("rank", rank), ("part", part)])
-        };
-        name.map_err(|e| Fault::new(e).file(&self.text.origin).rules())
+    /// The name of a file.
+    pub fn file_name(&self, slot: FileSlot) -> Result<String> {
+        let FileSlot { tp, pp, rank, stage, part, parts } = slot;
+        let (rank, stage, part, parts) = (u64::from(rank), u64::from(stage), part as u64, parts as u64);
+        let files = &self.rules.files;
+        let broken = |e: String| Fault::new(e).file(&self.texts[0].origin).rules();
+        if pp > 1 {
+            let template = files.pipelined.as_ref().ok_or_else(|| {
+                Fault::new(format!("profile '{}' has no files for pipeline stages", self.rules.name))
+                    .remedy("Convert with --pp 1, or with a profile whose stack reads such files (vllm-0.32)")
+                    .layout()
+            })?;
+            return fill(template, &[("stage", stage), ("rank", rank), ("part", part)]).map_err(broken);
+        }
+        match &files.whole {
+            Some(template) if tp == 1 => fill(template, &[("part", part + 1), ("parts", parts)]),
+            Some(_) | None => fill(&files.ranked, &[("rank", rank), ("part", part)]),
+        }
+        .map_err(broken)
     }
+
+    /// Whether a single rank's files are those of an ordinary checkpoint, which belong to no rank.
+    pub fn whole_at(&self, tp: u32, pp: u32) -> bool {
+        tp == 1 && pp == 1 && self.rules.files.whole.is_some()
+    }
+}
+
+fn parse(text: &Text) -> Result<ProfileRules, Error> {
+    toml::from_str(&text.text).map_err(|e| Fault::new(e.to_string().trim_end().to_owned()).file(&text.origin).rules())
+}
+
+fn check(rules: &ProfileRules) -> Result<(), String> {
+    let vocab = rules.vocab.multiple;
+    if vocab == 0 || vocab > 1 << 16 {
+        return Err(format!("vocab.multiple = {vocab}; it is between 1 and 65536"));
+    }
+    let files = &rules.files;
+    let templates = [
+        (files.whole.as_deref(), &["part", "parts"][..]),
+        (Some(files.ranked.as_str()), &["rank", "part"][..]),
+        (files.pipelined.as_deref(), &["stage", "rank", "part"][..]),
+    ];
+    for (template, needed) in templates {
+        let Some(template) = template else { continue };
+        let filled = fill(template, &needed.iter().map(|n| (*n, 0)).collect::<Vec<_>>())?;
+        if filled.contains(['/', '\\']) || !filled.ends_with(".safetensors") {
+            return Err(format!("'{template}' must be a plain file name that ends in .safetensors"));
+        }
+        if let Some(lacking) = needed.iter().find(|n| !template.contains(&format!("{{{n}"))) {
+            return Err(format!("'{template}' lacks {{{lacking}}}"));
+        }
+    }
+    if files.index.as_ref().is_some_and(|i| i.contains(['/', '\\']) || !i.ends_with(".json")) {
+        return Err("the index must be a plain file name that ends in .json".into());
+    }
+    super::layout::check(&rules.layouts)
 }
 
 /// Fills `{name}` and `{name:0N}`.
@@ -128,11 +240,19 @@ fn fill(template: &str, values: &[(&str, u64)]) -> Result<String, String> {
 mod tests {
     use super::*;
 
+    fn slot(tp: u32, pp: u32, rank: u32, stage: u32, part: usize) -> FileSlot {
+        FileSlot { tp, pp, rank, stage, part, parts: 12 }
+    }
+
     #[test]
-    fn the_hf_profile_names_files_as_transformers_and_vllm_expect() {
+    fn files_are_named_as_transformers_and_vllm_expect() {
         let hf = Profile::load("hf").unwrap();
-        assert_eq!(hf.file_name(1, 0, 0, 12).unwrap(), "model-00001-of-00012.safetensors");
-        assert_eq!(hf.file_name(8, 3, 1, 12).unwrap(), "model-rank-3-part-1.safetensors");
+        assert_eq!(hf.file_name(slot(1, 1, 0, 0, 0)).unwrap(), "model-00001-of-00012.safetensors");
+        assert_eq!(hf.file_name(slot(8, 1, 3, 0, 1)).unwrap(), "model-rank-3-part-1.safetensors");
+        assert!(hf.file_name(slot(8, 2, 3, 0, 1)).is_err());
+        let vllm = Profile::load("vllm-0.32").unwrap();
+        assert_eq!(vllm.file_name(slot(1, 1, 0, 0, 0)).unwrap(), "model-rank-0-part-0.safetensors");
+        assert_eq!(vllm.file_name(slot(2, 4, 1, 3, 5)).unwrap(), "model-pp-3-tp-1-part-5.safetensors");
     }
 
     #[test]
@@ -143,11 +263,18 @@ mod tests {
             ("model-rank-{rank}-part-{part}.safetensors", "model-{part}.safetensors"),
             ("model-rank-{rank}-part-{part}.safetensors", "model-{rank}-{part}-{x}.safetensors"),
             ("model-rank-{rank}-part-{part}.safetensors", "model-{rank}-{part:0999}.safetensors"),
-            ("vocab_pad = 64", "vocab_pad = 0"),
-            ("vocab_pad = 64", "vocab_pda = 64"),
+            ("multiple = 64", "multiple = 0"),
+            ("multiple = 64", "mutliple = 64"),
         ] {
             assert!(text.contains(good));
-            assert!(Profile::from_text(&text.replace(good, bad)).is_err(), "{bad}");
+            assert!(Profile::from_texts(&[text.replace(good, bad)]).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn every_built_in_profile_says_what_it_was_checked_against() {
+        let all = Profile::builtin().unwrap();
+        assert!(all.len() >= 5);
+        assert!(all.iter().all(|p| !p.rules.checked.is_empty() && !p.rules.about.is_empty()));
     }
 }

@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::blocks::{BlockMap, MtpPolicy};
 use super::facts::{Bound, Facts};
 use super::recipe::{Cut, Matrix, Part, Recipe, ValueOp, Weight};
-use super::rules::{
-    CutKind, CutRule, ExprText, From, Group, OneOrMany, Rules, SidecarRole, Source, WeightRule,
-};
+use super::rules::{CutKind, CutRule, ExprText, From, Group, OneOrMany, Rules, SidecarRole, Source, WeightRule};
 use super::{Ignored, Mapping, Model, pattern};
 use crate::error::{Error, Result};
 use crate::gguf::{GgmlType, GgufSet};
@@ -117,11 +115,8 @@ impl<'a> Resolver<'a> {
         for check in &self.rules.checks {
             let text = check.that.0.text();
             let per_block = pattern::words(text).any(|w| w == "layer");
-            let rounds: Vec<Vars> = if per_block {
-                self.blocks.present().map(|b| vec![("layer", b)]).collect()
-            } else {
-                vec![Vec::new()]
-            };
+            let rounds: Vec<Vars> =
+                if per_block { self.blocks.present().map(|b| vec![("layer", b)]).collect() } else { vec![Vec::new()] };
             for vars in &rounds {
                 let broken = |why: String| self.facts.fault(why).contradiction();
                 if !check.that.0.truth(&Bound { facts: self.facts, vars }).map_err(broken)? {
@@ -264,13 +259,7 @@ impl<'a> Resolver<'a> {
         let mut members: BTreeMap<&'a str, (Vec<String>, Vec<String>)> = BTreeMap::new();
         for rule in rules {
             let Some(group) = rule.group.as_deref() else { continue };
-            let vars: Vars = rule
-                .name
-                .0
-                .variables()
-                .into_iter()
-                .map(|v| (v, value(vars, v).unwrap_or(0)))
-                .collect();
+            let vars: Vars = rule.name.0.variables().into_iter().map(|v| (v, value(vars, v).unwrap_or(0))).collect();
             let entry = members.entry(group).or_default();
             match self.find(rule, &vars)? {
                 Found::Weight(weight, _) => {
@@ -291,7 +280,11 @@ impl<'a> Resolver<'a> {
             if present && !lacking.is_empty() {
                 return Err(self
                     .facts
-                    .fault(format!("group '{group}' is incomplete: there is {}, but not {}", there.join(", "), lacking.join(", ")))
+                    .fault(format!(
+                        "group '{group}' is incomplete: there is {}, but not {}",
+                        there.join(", "),
+                        lacking.join(", ")
+                    ))
                     .tensor(lacking[0].clone())
                     .expected(format!("all tensors of '{group}' in a block, or none"))
                     .remedy("The file is damaged or was made by an unfinished converter; get a complete one")
@@ -514,12 +507,18 @@ impl<'a> Resolver<'a> {
             Some(n) => elements / n,
             None if elements == 0 => 0,
             None => {
-                return Err(broken(format!("{elements} elements do not make {units} units of rows of {}", weight.cols)));
+                return Err(broken(format!(
+                    "{elements} elements do not make {units} units of rows of {}",
+                    weight.cols
+                )));
             }
         };
         let fits = if source.transpose { taken.cols == rows } else { taken.cols == weight.cols || rows == 0 };
         if !fits {
-            return Err(broken(format!("its rows of {} elements do not fit the weight's of {}", taken.cols, weight.cols)));
+            return Err(broken(format!(
+                "its rows of {} elements do not fit the weight's of {}",
+                taken.cols, weight.cols
+            )));
         }
         let unpermute = source.unpermute.as_ref().map(|heads| heads.0.size(scope)).transpose().map_err(broken)?;
         if let Some(heads) = unpermute

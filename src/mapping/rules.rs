@@ -480,10 +480,15 @@ impl Rules {
             }
         }
         for (n, ignore) in self.ignores.iter().enumerate() {
-            if let Some(other) =
-                self.ignores[..n].iter().find(|o| o.gguf.0.overlaps(&ignore.gguf.0) && (o.when.is_none() || ignore.when.is_none()))
+            if let Some(other) = self.ignores[..n]
+                .iter()
+                .find(|o| o.gguf.0.overlaps(&ignore.gguf.0) && (o.when.is_none() || ignore.when.is_none()))
             {
-                return Err(format!("two ignore rules for one tensor: '{}' and '{}'", other.gguf.0.text(), ignore.gguf.0.text()));
+                return Err(format!(
+                    "two ignore rules for one tensor: '{}' and '{}'",
+                    other.gguf.0.text(),
+                    ignore.gguf.0.text()
+                ));
             }
             if ignore.when.is_none()
                 && let Some((i, _)) = used.iter().find(|(_, s)| s.gguf.0.overlaps(&ignore.gguf.0))

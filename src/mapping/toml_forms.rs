@@ -43,9 +43,7 @@ impl<'de> Deserialize<'de> for DimSource {
         let wrong = "a dimension is a number, an expression, { key = … } or { axis = …, of = … }";
         match Value::deserialize(deserializer)? {
             Value::Integer(n) => Ok(DimSource::Constant(n)),
-            Value::String(text) => {
-                Expr::parse(&text).map(|e| DimSource::Expr(ExprText(e))).map_err(D::Error::custom)
-            }
+            Value::String(text) => Expr::parse(&text).map(|e| DimSource::Expr(ExprText(e))).map_err(D::Error::custom),
             table @ Value::Table(_) => {
                 let table: Table = table.try_into().map_err(|e: toml::de::Error| D::Error::custom(e.message()))?;
                 match table {

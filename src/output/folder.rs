@@ -7,6 +7,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::filename;
 use crate::error::{Error, Fault, Result};
@@ -22,7 +23,9 @@ pub const DONE: &str = ".done";
 pub struct OutputFolder {
     path: PathBuf,
     created: Vec<PathBuf>,
-    written: std::sync::Mutex<Vec<PathBuf>>,
+    /// Folders created below the output folder.
+    below: Mutex<Vec<PathBuf>>,
+    written: Mutex<Vec<PathBuf>>,
     committed: bool,
 }
 
@@ -74,7 +77,13 @@ impl OutputFolder {
             at = folder.parent();
         }
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
-        Ok(OutputFolder { path: path.to_path_buf(), created: missing, written: Default::default(), committed: false })
+        Ok(OutputFolder {
+            path: path.to_path_buf(),
+            created: missing,
+            below: Mutex::default(),
+            written: Mutex::default(),
+            committed: false,
+        })
     }
 
     /// The folder.
@@ -85,9 +94,21 @@ impl OutputFolder {
     /// Opens a new file under its partial name.
     pub(super) fn open_partial(&self, name: &str) -> Result<File> {
         let path = self.path.join(format!("{name}{PARTIAL}"));
+        self.create_above(&path)?;
         let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
         self.note(path);
         Ok(file)
+    }
+
+    /// Creates the folder of a file, below the output folder.
+    fn create_above(&self, path: &Path) -> Result<()> {
+        let Some(folder) = path.parent().filter(|f| *f != self.path && !f.exists()) else { return Ok(()) };
+        match fs::create_dir(folder) {
+            Ok(()) => lock(&self.below).push(folder.to_path_buf()),
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(Error::io("create", folder, e)),
+        }
+        Ok(())
     }
 
     /// Marks a file as complete: its bytes are on disk before it has the name.
@@ -117,7 +138,7 @@ impl OutputFolder {
     }
 
     fn note(&self, path: PathBuf) {
-        self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(path);
+        lock(&self.written).push(path);
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
@@ -134,8 +155,11 @@ impl OutputFolder {
     }
 
     fn sync(&self) -> Result<()> {
-        let folder = File::open(&self.path).map_err(|e| Error::io("open", &self.path, e))?;
-        folder.sync_all().map_err(|e| Error::io("write to disk", &self.path, e))
+        for path in lock(&self.below).iter().chain([&self.path]) {
+            let folder = File::open(path).map_err(|e| Error::io("open", path, e))?;
+            folder.sync_all().map_err(|e| Error::io("write to disk", path, e))?;
+        }
+        Ok(())
     }
 }
 
@@ -145,7 +169,7 @@ impl Drop for OutputFolder {
             return;
         }
         // The latest names first: a manifest must go before the files it vouches for.
-        let written = std::mem::take(&mut *self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        let written = std::mem::take(&mut *lock(&self.written));
         for path in written.iter().rev() {
             if let Err(error) = fs::remove_file(path)
                 && error.kind() != std::io::ErrorKind::NotFound
@@ -153,11 +177,15 @@ impl Drop for OutputFolder {
                 tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");
             }
         }
-        for folder in &self.created {
+        for folder in lock(&self.below).iter().chain(&self.created) {
             // Only what this conversion created, and only if nobody else put anything into it.
             let _ = fs::remove_dir(folder);
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether two paths lead to one file, through links as well.

@@ -114,11 +114,11 @@ pub struct Profile {
     pub name: String,
     /// Its version.
     pub version: String,
-    /// BLAKE3 of its text.
+    /// BLAKE3 over its text and those of the profiles that it extends.
     pub digest: Digest,
-    /// Its text, when it is not one of those built in.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub text: Option<String>,
+    /// Those of the texts that are not built in, the profile's own first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<String>,
     /// The arguments with which the stack is to be started.
     pub launch: Vec<String>,
 }
@@ -129,6 +129,15 @@ pub struct Profile {
 pub struct Topology {
     /// Number of tensor-parallel ranks.
     pub tp: u32,
+    /// Number of pipeline stages.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub pp: u32,
+    /// Blocks of each stage, where there are several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stage_layers: Vec<u64>,
+    /// Whether ranks hold whole experts instead of a slice of every expert.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub expert_parallel: bool,
     /// The ranks in this folder, ascending.
     pub ranks: Vec<u32>,
 }
@@ -143,6 +152,9 @@ pub struct Policy {
     pub mtp: String,
     /// The size, in bytes, at which a new part is begun.
     pub part_size: u64,
+    /// The multiple to which each rank's rows of an expert's projections are padded with zeros.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moe_pad: Option<u64>,
     /// Whether NaN and infinite values were let through.
     pub allow_nonfinite: bool,
 }
@@ -163,6 +175,9 @@ pub struct Ignored {
 pub struct Parameter {
     /// Its name in the serving stack, the name of its tensor in every rank.
     pub name: String,
+    /// The sub-folder of the set that it belongs to; empty for the model itself.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub set: String,
     /// Shape of the whole, row-major, slowest axis first.
     #[serde(deserialize_with = "bounded_shape")]
     pub shape: Vec<u64>,
@@ -192,6 +207,9 @@ pub struct FileEntry {
     /// The rank that loads it; `None` (`null`) when every rank does.
     #[serde(deserialize_with = "given")]
     pub rank: Option<u32>,
+    /// The pipeline stage, where there are several.
+    #[serde(default)]
+    pub stage: Option<u32>,
     /// Length of the file.
     pub bytes: u64,
     /// Length of its header; tensor data starts here.
@@ -294,6 +312,14 @@ impl Manifest {
     pub fn files_of(&self, rank: u32) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().filter(move |file| file.rank.is_none_or(|r| r == rank))
     }
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(count: &u32) -> bool {
+    *count == 1
 }
 
 fn is_zero(count: &u64) -> bool {

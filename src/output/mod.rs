@@ -11,9 +11,9 @@ pub mod treehash;
 mod writer;
 
 pub use digest::Digest;
+pub use folder::OutputFolder;
 pub use manifest::Manifest;
 pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use sums::Sums;
-pub use folder::OutputFolder;
 pub use treehash::TreeHash;
 pub use writer::Writer;

@@ -11,6 +11,7 @@ use super::manifest::{FileEntry, TensorEntry};
 use super::{Digest, SafetensorsHeader, TreeHash};
 use crate::engine::Sink;
 use crate::error::{Error, Fault, Result};
+use crate::mapping::Set;
 use crate::plan::Plan;
 
 /// Writes the files of the wanted ranks.
@@ -49,7 +50,12 @@ struct TensorHash {
 
 impl<'a> Writer<'a> {
     /// Lays out the headers of the wanted ranks' files. Opens nothing yet.
-    pub fn new(plan: &'a Plan, folder: &'a OutputFolder, ranks: &[u32], metadata: &BTreeMap<String, String>) -> Result<Self> {
+    pub fn new(
+        plan: &'a Plan,
+        folder: &'a OutputFolder,
+        ranks: &[u32],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self> {
         let files = plan.files.iter().map(|file| -> Result<Option<RankFile>> {
             if !ranks.contains(&file.rank) {
                 return Ok(None);
@@ -83,6 +89,7 @@ impl<'a> Writer<'a> {
 
     /// Completes files without tensor data and gives the manifest's entries. Every byte must have come.
     pub fn finish(&self) -> Result<Vec<FileEntry>> {
+        let whole = self.plan.profile.whole_at(self.plan.tp, self.plan.stages.count());
         let mut entries = Vec::new();
         for (planned, file) in self.plan.files.iter().zip(&self.files) {
             let Some(file) = file else { continue };
@@ -98,7 +105,8 @@ impl<'a> Writer<'a> {
             let tensors = planned.params.iter().map(|p| self.tensor_entry(*p, planned.rank));
             entries.push(FileEntry {
                 name: file.name.clone(),
-                rank: (self.plan.tp > 1).then_some(planned.rank),
+                rank: Some(planned.rank).filter(|_| !whole),
+                stage: Some(planned.stage).filter(|_| self.plan.stages.count() > 1 && planned.set == Set::Main),
                 bytes: file.bytes,
                 header_bytes: file.header.len() as u64,
                 blake3,
@@ -113,9 +121,9 @@ impl<'a> Writer<'a> {
         let slice = &param.slices[rank as usize];
         let bytes = self.plan.slice_bytes(param, slice);
         let digest = self.digests[self.slot(index, rank)].get().copied();
-        let blake3 = digest.or((bytes == 0).then(|| Digest::of(&[]))).ok_or_else(|| {
-            Fault::new(format!("rank {rank}'s slice was not completed")).tensor(&param.name).audit()
-        })?;
+        let blake3 = digest
+            .or((bytes == 0).then(|| Digest::of(&[])))
+            .ok_or_else(|| Fault::new(format!("rank {rank}'s slice was not completed")).tensor(&param.name).audit())?;
         Ok(TensorEntry {
             name: param.name.clone(),
             dtype: param.dtype,

@@ -1,12 +1,13 @@
 //! The planner: weights, a profile and a topology become parameters, slices and pieces.
 
 use super::share::{Share, share};
-use super::{Origin, Param, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, files};
+use super::{Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files};
 use crate::dequant::{Dequantizer, FloatType, Simd};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgmlType, GgufSet};
-use crate::mapping::{CutKind, Matrix, Model, Part, PinnedDtype, Profile, Weight};
+use crate::mapping::layout::{self, Content, LaidOut, ParamSpec, Set};
+use crate::mapping::{CutKind, Model, Part, PinnedDtype, Profile, Weight};
 
 /// Most ranks of one tensor-parallel group.
 const MOST_RANKS: u32 = 1024;
@@ -20,6 +21,12 @@ pub struct PlanRequest {
     pub profile: Profile,
     /// Number of tensor-parallel ranks.
     pub tp: u32,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// Blocks per stage; empty to divide them evenly.
+    pub stage_layers: Vec<u64>,
+    /// Ranks hold whole experts.
+    pub expert_parallel: bool,
     /// What the user chose about the values.
     pub policy: Policy,
 }
@@ -27,22 +34,53 @@ pub struct PlanRequest {
 impl Plan {
     /// Plans every rank's files. The result has not been audited yet; [`Plan::audited`] does both.
     pub fn new(set: &GgufSet, model: Model, request: PlanRequest) -> Result<Plan> {
-        let PlanRequest { profile, tp, policy } = request;
+        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy } = request;
         if tp == 0 || tp > MOST_RANKS {
             let fault = Fault::new(format!("tp {tp}")).expected(format!("1 to {MOST_RANKS} ranks"));
             return Err(fault.layout());
         }
+        let refused = |why: String| Fault::new(why).file(set.path());
+        let stages = stages(&model, pp, &stage_layers).map_err(|why| refused(why).layout())?;
+        let layouts = &profile.rules.layouts;
+        let layout = layout::for_class(layouts, &model.class).ok_or_else(|| {
+            let classes: Vec<&str> = layouts.iter().flat_map(|l| &l.classes).map(String::as_str).collect();
+            let class = if model.class.is_empty() { "without a class (mapping 'raw')" } else { model.class.as_str() };
+            refused(format!("profile '{}' has no layout for a model {class}", profile.rules.name))
+                .expected(format!("one of {}", classes.join(", ")))
+                .remedy("Choose --profile hf, or write a profile with a layout for the class")
+                .layout()
+        })?;
+        let LaidOut { params: specs, left_out } = layout::lay_out(layouts, layout, &model.weights, tp, stages.count())
+            .map_err(|why| refused(format!("profile '{}': {why}", profile.rules.name)).layout())?;
         let sources = set
             .tensors()
             .iter()
             .map(|t| PlannedSource { name: t.name.clone(), ty: t.ty, elements: t.elements(), bytes: t.bytes })
             .collect();
-        let mut plan = Plan { model, profile, tp, policy, sources, params: Vec::new(), pieces: Vec::new(), files: Vec::new() };
-        plan.params.reserve(plan.model.weights.len());
-        for index in 0..plan.model.weights.len() {
-            let param = plan.param(set, index)?;
+        let mut plan = Plan {
+            model,
+            profile,
+            tp,
+            stages,
+            expert_parallel,
+            policy,
+            sources,
+            params: Vec::with_capacity(specs.len()),
+            pieces: Vec::new(),
+            files: Vec::new(),
+            left_out,
+        };
+        let mut first_use: Vec<Option<u32>> = vec![None; plan.model.weights.len()];
+        for spec in specs {
+            let mut param = plan.param(set, spec)?;
+            if let [weight] = *param.content.weights() {
+                let first = first_use[weight as usize].get_or_insert(plan.params.len() as u32);
+                let earlier = plan.params.get(*first as usize);
+                param.joins = earlier.filter(|e| e.dtype == param.dtype).map(|_| *first);
+            }
             plan.params.push(param);
         }
+        plan.warn_of_padding_kernels();
         files::assign(&mut plan)?;
         Ok(plan)
     }
@@ -54,41 +92,173 @@ impl Plan {
         Ok(plan)
     }
 
-    fn param(&mut self, set: &GgufSet, index: usize) -> Result<Param> {
-        let weight = &self.model.weights[index];
-        let dtype = dtype(set, &self.model, weight, self.policy.dtype)?;
-        let (tp, pad) = (u64::from(self.tp), self.profile.rules.vocab_pad);
+    fn param(&mut self, set: &GgufSet, spec: ParamSpec) -> Result<Param> {
+        let dtype = match &spec.content {
+            Content::Constant(_) => Dtype::F32,
+            Content::Joined(_) | Content::Stacked { .. } => dtype(set, &self.model, &spec, self.policy.dtype)?,
+        };
+        let expert = self.expert_parallel && matches!(spec.content, Content::Stacked { .. });
+        let cut = match (spec.content.weights().first(), expert) {
+            (Some(_), true) => ParamCut::Expert,
+            (Some(w), false) => ParamCut::Weights(self.model.weights[*w as usize].cut.kind),
+            (None, _) => ParamCut::Weights(CutKind::Replicated),
+        };
         let mut slices: Vec<Slice> = Vec::with_capacity(self.tp as usize);
-        let mut last: Option<Share> = None;
-        for rank in 0..tp {
-            let share = share(&weight.cut, &weight.shape, tp, rank, pad)
-                .map_err(|e| indivisible(set, &self.model, weight, &e.what, self.tp, pad))?;
+        let mut last: Option<Held> = None;
+        for rank in 0..u64::from(self.tp) {
+            let held = self.held(set, &spec, expert, rank)?;
             // Ranks that hold the same, as of a replicated weight, share their pieces.
-            let same = slices.last().filter(|_| last.as_ref() == Some(&share)).cloned();
-            slices.push(match same {
+            let same = slices.last().filter(|_| last.as_ref() == Some(&held)).cloned();
+            let slice = match same {
                 Some(slice) => slice,
-                None => {
-                    let start = self.pieces.len() as u32;
-                    lower(weight, &share, &mut self.pieces);
-                    if self.pieces.len() > MOST_PIECES {
-                        let fault = Fault::new(format!("more than {MOST_PIECES} pieces")).file(set.path());
-                        return Err(fault.tensor(&weight.name).layout());
-                    }
-                    let shape = slice_shape(weight, &share).ok_or_else(|| {
-                        Fault::new(format!("shape {:?} has more than 4 axes", weight.shape)).tensor(&weight.name).layout()
-                    })?;
-                    Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 }
-                }
-            });
-            last = Some(share);
+                None => self.slice(set, &spec, &held)?,
+            };
+            slices.push(slice);
+            last = Some(held);
         }
-        Ok(Param { name: weight.name.clone(), weight: index as u32, dtype, shape: weight.shape.clone(), cut: weight.cut, slices })
+        let shape = whole_shape(&self.model, &spec.content);
+        Ok(Param {
+            stage: match spec.set {
+                Set::Main => self.stages.of(spec.place),
+                Set::Draft => 0,
+            },
+            name: spec.name,
+            set: spec.set,
+            content: spec.content,
+            dtype,
+            shape,
+            cut,
+            joins: None,
+            slices,
+        })
+    }
+
+    /// What a rank holds of each weight of a parameter.
+    fn held(&self, set: &GgufSet, spec: &ParamSpec, expert: bool, rank: u64) -> Result<Held> {
+        let tp = u64::from(self.tp);
+        let vocab = self.profile.rules.vocab;
+        let weights = spec.content.weights();
+        let stacked = matches!(spec.content, Content::Stacked { .. });
+        let (first, count) = if expert {
+            let elements = weights.len() as u64 / spec.content.parts().max(1) as u64;
+            if elements % tp != 0 {
+                let weight = &self.model.weights[weights[0] as usize];
+                return Err(indivisible(set, self, weight, &format!("{elements} experts"), Some(elements)));
+            }
+            let each = elements / tp * spec.content.parts() as u64;
+            (rank * each, each)
+        } else {
+            (0, weights.len() as u64)
+        };
+        let pad = self.policy.moe_pad.filter(|_| stacked);
+        let chosen = &weights[first as usize..(first + count) as usize];
+        let parts = chosen.iter().map(|index| {
+            let weight = &self.model.weights[*index as usize];
+            let of = if expert { 1 } else { tp };
+            let share = share(&weight.cut, &weight.shape, of, if expert { 0 } else { rank }, vocab)
+                .map_err(|e| indivisible(set, self, weight, &e.what, None))?;
+            let rows = share.rows.end - share.rows.start + share.padding;
+            let cols = share.cols.end - share.cols.start;
+            let (rows, cols) = match (pad, weight.cut.kind) {
+                (Some(n), CutKind::Column) => (rows.next_multiple_of(n), cols),
+                (Some(n), CutKind::Row) => (rows, cols.next_multiple_of(n)),
+                (Some(_), CutKind::Vocab | CutKind::Replicated) | (None, _) => (rows, cols),
+            };
+            Ok(HeldPart { weight: *index, share, rows, cols })
+        });
+        Ok(Held(parts.collect::<Result<Vec<_>>>()?))
+    }
+
+    fn slice(&mut self, set: &GgufSet, spec: &ParamSpec, held: &Held) -> Result<Slice> {
+        let start = self.pieces.len() as u32;
+        if let Content::Constant(value) = spec.content {
+            self.pieces.push(Piece { row: 0, col: 0, rows: 1, cols: 1, origin: Origin::Fill(value) });
+        }
+        let width = held.0.first().map_or(1, |p| p.cols);
+        let mut row = 0;
+        for part in &held.0 {
+            if part.cols != width {
+                let weight = &self.model.weights[part.weight as usize];
+                let found = format!("it has {} columns, the parts before it in '{}' {width}", part.cols, spec.name);
+                return Err(Fault::new(found).file(set.path()).tensor(&weight.name).layout());
+            }
+            lower(&self.model.weights[part.weight as usize], part, row, &mut self.pieces);
+            row += part.rows;
+        }
+        if self.pieces.len() > MOST_PIECES {
+            let fault = Fault::new(format!("more than {MOST_PIECES} pieces")).file(set.path());
+            return Err(fault.tensor(&spec.name).layout());
+        }
+        let shape = slice_shape(&self.model, &spec.content, held)
+            .ok_or_else(|| Fault::new("a shape of more than 4 axes").file(set.path()).tensor(&spec.name).layout())?;
+        Ok(Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 })
+    }
+
+    /// Kernels that pad an expert's rows place `up` where plain files do not have it, and vLLM only warns.
+    fn warn_of_padding_kernels(&mut self) {
+        const LANES: u64 = 128;
+        let ragged = self.params.iter().find_map(|p| {
+            let Content::Stacked { parts, .. } = p.content else { return None };
+            let axes = p.slices.first()?.shape.axes();
+            let rows = axes.get(1)? / u64::from(parts.max(1));
+            let cut = matches!(p.cut, ParamCut::Weights(CutKind::Column)) || parts == 2;
+            (cut && rows % LANES != 0).then_some(rows)
+        });
+        if let Some(rows) = ragged {
+            self.model.warnings.push(format!(
+                "each rank holds {rows} rows of every expert's gate and up, no multiple of {LANES}: a stack whose MoE kernel \
+                 pads them (FlashInfer TRT-LLM, AITER) would read `up` from the wrong rows without an error; \
+                 use kernels that do not pad (Triton, CUTLASS), or --moe-pad {LANES}"
+            ));
+        }
     }
 }
 
+/// What a rank holds of each weight of a parameter, in the order of the slice.
+#[derive(Debug, PartialEq)]
+struct Held(Vec<HeldPart>);
+
+/// What a rank holds of one weight, and the rows and columns that it takes in the slice, padding included.
+#[derive(Debug, PartialEq)]
+pub(super) struct HeldPart {
+    weight: u32,
+    share: Share,
+    rows: u64,
+    cols: u64,
+}
+
+fn stages(model: &Model, pp: u32, given: &[u64]) -> Result<StageLayers, String> {
+    let layers = model.weights.iter().filter(|w| !w.mtp).filter_map(|w| w.block).max().map_or(0, |b| b + 1);
+    match given {
+        [] if pp == 1 => Ok(StageLayers::single()),
+        [] => StageLayers::divide(layers, pp),
+        given if given.len() != pp as usize => {
+            Err(format!("blocks are given for {} stages, but there are {pp}", given.len()))
+        }
+        given => StageLayers::given(given, layers),
+    }
+}
+
+/// The shape of a whole parameter before cuts and padding.
+fn whole_shape(model: &Model, content: &Content) -> Vec<u64> {
+    let weights = content.weights();
+    let Some(first) = weights.first() else { return Vec::new() };
+    let mut shape = model.weights[*first as usize].shape.clone();
+    shape[0] = weights[..content.parts()].iter().map(|w| model.weights[*w as usize].shape[0]).sum();
+    if let Content::Stacked { parts, .. } = content {
+        shape.insert(0, (weights.len() / *parts as usize) as u64);
+    }
+    shape
+}
+
 /// The element type of a weight in the output. Under `raw`, integers and F64 stay what they are.
-fn dtype(set: &GgufSet, model: &Model, weight: &Weight, asked: FloatType) -> Result<Dtype> {
-    for part in &weight.recipe.parts {
+fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: FloatType) -> Result<Dtype> {
+    let mut last = u32::MAX;
+    for part in spec.content.weights().iter().flat_map(|w| &model.weights[*w as usize].recipe.parts) {
+        // The experts of a stack come from one source, over and over.
+        if std::mem::replace(&mut last, part.source) == part.source {
+            continue;
+        }
         let tensor = &set.tensors()[part.source as usize];
         if let Some(dtype) = unchanged(tensor.ty).filter(|_| model.verbatim) {
             return Ok(dtype);
@@ -102,7 +272,7 @@ fn dtype(set: &GgufSet, model: &Model, weight: &Weight, asked: FloatType) -> Res
                 .unsupported());
         }
     }
-    Ok(match (weight.pinned, asked) {
+    Ok(match (spec.pinned, asked) {
         (Some(PinnedDtype::F32), _) | (None, FloatType::F32) => Dtype::F32,
         (None, FloatType::BF16) => Dtype::BF16,
         (None, FloatType::F16) => Dtype::F16,
@@ -118,50 +288,57 @@ fn unchanged(ty: GgmlType) -> Option<Dtype> {
         I32 => Some(Dtype::I32),
         I64 => Some(Dtype::I64),
         F64 => Some(Dtype::F64),
-        F32 | F16 | BF16 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | Q8_1 | Q2_K | Q3_K | Q4_K | Q5_K | Q6_K | Q8_K | IQ1_S
-        | IQ1_M | IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S | IQ4_NL | IQ4_XS | TQ1_0 | TQ2_0 | MXFP4 | NVFP4 | Q1_0
-        | Q2_0 => None,
+        F32 | F16 | BF16 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | Q8_1 | Q2_K | Q3_K | Q4_K | Q5_K | Q6_K | Q8_K
+        | IQ1_S | IQ1_M | IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S | IQ4_NL | IQ4_XS | TQ1_0 | TQ2_0 | MXFP4
+        | NVFP4 | Q1_0 | Q2_0 => None,
     }
 }
 
-fn slice_shape(weight: &Weight, share: &Share) -> Option<Shape> {
-    let mut shape = Shape::new(&weight.shape)?;
-    let whole = Matrix::of(&weight.shape);
-    let rows = share.rows.end - share.rows.start + share.padding;
-    let cols = share.cols.end - share.cols.start;
-    let len = usize::from(shape.len);
-    if rows != whole.rows {
-        let per_step: u64 = weight.shape.iter().skip(1).take(len.saturating_sub(2)).product();
-        shape.dims[0] = rows / per_step;
+/// The shape of a slice: that of its weights, with the rows joined and the cut axis as held.
+fn slice_shape(model: &Model, content: &Content, held: &Held) -> Option<Shape> {
+    let Some(first) = held.0.first() else { return Shape::new(&[]) };
+    let mut axes = model.weights[first.weight as usize].shape.clone();
+    let last = axes.len() - 1;
+    let rows_per_step: u64 = axes.iter().skip(1).take(last.saturating_sub(1)).product();
+    let group = &held.0[..content.parts().min(held.0.len())];
+    if last > 0 {
+        axes[last] = first.cols;
     }
-    if cols != whole.cols {
-        shape.dims[len - 1] = cols;
+    axes[0] = group.iter().map(|p| p.rows).sum::<u64>().checked_div(rows_per_step)?;
+    if let Content::Stacked { parts, .. } = content {
+        axes.insert(0, (held.0.len() / *parts as usize) as u64);
     }
-    Some(shape)
+    Shape::new(&axes)
 }
 
-/// Writes a weight's recipe out as pieces of one share.
-fn lower(weight: &Weight, share: &Share, pieces: &mut Vec<Piece>) {
+/// Writes the part of a weight's recipe that a rank holds as pieces, from row `at` of the slice on.
+fn lower(weight: &Weight, held: &HeldPart, at: u64, pieces: &mut Vec<Piece>) {
     let recipe = &weight.recipe;
+    let share = &held.share;
     let per_unit: u64 = recipe.parts.iter().map(|p| p.rows).sum();
-    let held = share.rows.end - share.rows.start;
-    if per_unit > 0 && held > 0 {
+    let rows = share.rows.end - share.rows.start;
+    let cols = share.cols.end - share.cols.start;
+    if per_unit > 0 && rows > 0 {
         for unit in share.rows.start / per_unit..share.rows.end.div_ceil(per_unit) {
             let mut first = unit * per_unit;
             for part in &recipe.parts {
-                lower_part(part, unit, first, share, pieces);
+                lower_part(part, unit, first, share, at, pieces);
                 first += part.rows;
             }
         }
     }
-    if share.padding > 0 {
-        let cols = share.cols.end - share.cols.start;
-        pieces.push(Piece { row: held, col: 0, rows: share.padding, cols, origin: Origin::Fill(0.0) });
+    let zero = |row, col, rows, cols| Piece { row, col, rows, cols, origin: Origin::Fill(0.0) };
+    if held.cols > cols && rows > 0 {
+        pieces.push(zero(at, cols, rows, held.cols - cols));
+    }
+    if held.rows > rows {
+        pieces.push(zero(at + rows, 0, held.rows - rows, held.cols));
     }
 }
 
-/// One part of one unit, whose first row in the weight is `first`, clipped to the share.
-fn lower_part(part: &Part, unit: u64, first: u64, share: &Share, pieces: &mut Vec<Piece>) {
+/// One part of one unit, whose first row in the weight is `first`, clipped to the share, which begins at row `at` of the
+/// slice.
+fn lower_part(part: &Part, unit: u64, first: u64, share: &Share, at: u64, pieces: &mut Vec<Piece>) {
     let mut place = |local: u64, rows: u64, source_row: u64, step: u64| {
         let row = first + local;
         let clipped = row.max(share.rows.start)..(row + rows).min(share.rows.end);
@@ -179,7 +356,7 @@ fn lower_part(part: &Part, unit: u64, first: u64, share: &Share, pieces: &mut Ve
             op: part.op,
         };
         pieces.push(Piece {
-            row: clipped.start - share.rows.start,
+            row: at + clipped.start - share.rows.start,
             col: 0,
             rows: clipped.end - clipped.start,
             cols: share.cols.end - share.cols.start,
@@ -209,17 +386,22 @@ fn lower_part(part: &Part, unit: u64, first: u64, share: &Share, pieces: &mut Ve
     }
 }
 
-/// The error for a tp that does not fit, with the values that would.
-fn indivisible(set: &GgufSet, model: &Model, weight: &Weight, what: &str, tp: u32, pad: u64) -> Error {
-    let fits = |n: u64| model.weights.iter().all(|w| share(&w.cut, &w.shape, n, 0, pad).is_ok());
-    let working: Vec<String> = (1..=128).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
-    let kind = match weight.cut.kind {
-        CutKind::Column => "column-parallel",
-        CutKind::Row => "row-parallel",
-        CutKind::Vocab => "vocab-parallel",
-        CutKind::Replicated => "replicated",
+/// The error for a tp that does not fit, with the values that would. `experts` is their number where whole experts are
+/// divided.
+fn indivisible(set: &GgufSet, plan: &Plan, weight: &Weight, what: &str, experts: Option<u64>) -> Error {
+    let vocab = plan.profile.rules.vocab;
+    let fits = |n: u64| {
+        experts.is_none_or(|e| e % n == 0)
+            && plan.model.weights.iter().all(|w| share(&w.cut, &w.shape, n, 0, vocab).is_ok())
     };
-    Fault::new(format!("{what} cannot be divided among {tp} ranks ({kind}, shape {:?})", weight.shape))
+    let working: Vec<String> = (1..=128).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
+    let found = format!(
+        "{what} cannot be divided among {} ranks ({}, shape {:?})",
+        plan.tp,
+        ParamCut::Weights(weight.cut.kind).name(),
+        weight.shape
+    );
+    Fault::new(found)
         .file(set.path())
         .tensor(&weight.name)
         .remedy(format!("--tp values that work for this model: {}", working.join(", ")))

@@ -4,18 +4,26 @@ use std::cmp::Reverse;
 
 use super::Plan;
 use crate::error::Result;
+use crate::mapping::{FileSlot, Set};
 
 /// A header entry takes its name's length and about this many bytes more.
 const ENTRY_BYTES: u64 = 120;
 /// A part is closed before its header grows past this; readers refuse headers of 100,000,000 bytes.
 const HEADER_BYTES: u64 = 60_000_000;
 
+/// The folder of a draft model's files, below that of the model.
+pub const DRAFT_FOLDER: &str = "mtp";
+
 /// A file that the plan will write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedFile {
-    /// Its name in the output folder.
+    /// Its name, relative to the output folder.
     pub name: String,
-    /// The rank whose slices it holds.
+    /// The set that it belongs to.
+    pub set: Set,
+    /// The pipeline stage whose parameters it holds.
+    pub stage: u32,
+    /// The tensor-parallel rank whose slices it holds.
     pub rank: u32,
     /// The parameters it holds, as indices of [`Plan::params`], in the order of the file: wide dtypes first, so that
     /// every tensor is aligned to its element size, and within a dtype in the global order.
@@ -27,42 +35,72 @@ pub struct PlannedFile {
 /// Distributes every rank's slices over parts: in the global order, a part is closed when the next slice would take it
 /// past the part size. A slice never spans parts; a larger one has a part of its own.
 pub(super) fn assign(plan: &mut Plan) -> Result<()> {
-    for rank in 0..plan.tp {
-        let mut parts: Vec<Vec<u32>> = Vec::new();
-        let (mut data, mut header) = (0u64, 0u64);
-        for (index, param) in plan.params.iter().enumerate() {
-            let bytes = plan.slice_bytes(param, &param.slices[rank as usize]);
-            let entry = param.name.len() as u64 + ENTRY_BYTES;
-            let full = data + bytes > plan.policy.part_size || header + entry > HEADER_BYTES;
-            match parts.last_mut() {
-                Some(part) if !full => part.push(index as u32),
-                Some(_) | None => {
-                    parts.push(vec![index as u32]);
-                    (data, header) = (0, 0);
-                }
+    for set in [Set::Main, Set::Draft] {
+        let stages = match set {
+            Set::Main => plan.stages.count(),
+            Set::Draft => 1,
+        };
+        for stage in 0..stages {
+            let held = |p: &&u32| {
+                let param = &plan.params[**p as usize];
+                param.set == set && param.stage == stage
+            };
+            let all: Vec<u32> = (0..plan.params.len() as u32).collect();
+            let params: Vec<u32> = all.iter().filter(held).copied().collect();
+            if params.is_empty() {
+                continue;
             }
-            data += bytes;
-            header += entry;
-        }
-        if parts.is_empty() {
-            parts.push(Vec::new());
-        }
-        let count = parts.len();
-        for (part, mut params) in parts.into_iter().enumerate() {
-            params.sort_by_key(|p| Reverse(plan.params[*p as usize].dtype.bytes()));
-            let file = plan.files.len() as u32;
-            let mut offset = 0;
-            for index in &params {
-                let param = &mut plan.params[*index as usize];
-                let width = param.dtype.bytes();
-                let slice = &mut param.slices[rank as usize];
-                slice.file = file;
-                slice.offset = offset;
-                offset += slice.shape.elements() * width;
+            for rank in 0..plan.tp {
+                stream(plan, set, stage, rank, &params)?;
             }
-            let name = plan.profile.file_name(plan.tp, rank, part, count)?;
-            plan.files.push(PlannedFile { name, rank, params, data_bytes: offset });
         }
+    }
+    Ok(())
+}
+
+/// The parts of one rank of one stage.
+fn stream(plan: &mut Plan, set: Set, stage: u32, rank: u32, params: &[u32]) -> Result<()> {
+    let mut parts: Vec<Vec<u32>> = Vec::new();
+    let (mut data, mut header) = (0u64, 0u64);
+    for index in params {
+        let param = &plan.params[*index as usize];
+        let bytes = plan.slice_bytes(param, &param.slices[rank as usize]);
+        let entry = param.name.len() as u64 + ENTRY_BYTES;
+        let full = data.saturating_add(bytes) > plan.policy.part_size || header + entry > HEADER_BYTES;
+        match parts.last_mut() {
+            Some(part) if !full => part.push(*index),
+            Some(_) | None => {
+                parts.push(vec![*index]);
+                (data, header) = (0, 0);
+            }
+        }
+        data += bytes;
+        header += entry;
+    }
+    let count = parts.len();
+    for (part, mut params) in parts.into_iter().enumerate() {
+        params.sort_by_key(|p| Reverse(plan.params[*p as usize].dtype.bytes()));
+        let file = plan.files.len() as u32;
+        let mut offset = 0;
+        for index in &params {
+            let param = &mut plan.params[*index as usize];
+            let width = param.dtype.bytes();
+            let slice = &mut param.slices[rank as usize];
+            slice.file = file;
+            slice.offset = offset;
+            offset += slice.shape.elements() * width;
+        }
+        let pp = match set {
+            Set::Main => plan.stages.count(),
+            Set::Draft => 1,
+        };
+        let slot = FileSlot { tp: plan.tp, pp, rank, stage, part, parts: count };
+        let name = plan.profile.file_name(slot)?;
+        let name = match set {
+            Set::Main => name,
+            Set::Draft => format!("{DRAFT_FOLDER}/{name}"),
+        };
+        plan.files.push(PlannedFile { name, set, stage, rank, params, data_bytes: offset });
     }
     Ok(())
 }

@@ -9,6 +9,8 @@ impl Plan {
         hasher.text(&self.model.mapping.digest);
         hasher.text(&self.profile.id().digest);
         hasher.number(u64::from(self.tp));
+        hasher.numbers(self.stages.counts());
+        hasher.numbers(&[self.expert_parallel.into(), self.policy.moe_pad.unwrap_or(0)]);
         for source in &self.sources {
             hasher.text(&source.name);
             hasher.numbers(&[source.ty as u64, source.elements, source.bytes]);
@@ -16,6 +18,7 @@ impl Plan {
         for param in &self.params {
             hasher.text(&param.name);
             hasher.text(param.dtype.name());
+            hasher.numbers(&[param.set as u64, param.stage.into()]);
             hasher.numbers(&param.shape);
             for slice in &param.slices {
                 hasher.numbers(slice.shape.axes());

@@ -9,10 +9,12 @@ mod build;
 mod files;
 mod identity;
 mod share;
+mod stages;
 mod summary;
 
 pub use build::PlanRequest;
-pub use files::PlannedFile;
+pub use files::{DRAFT_FOLDER, PlannedFile};
+pub use stages::StageLayers;
 pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
 
 use std::ops::Range;
@@ -20,7 +22,7 @@ use std::ops::Range;
 use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::gguf::GgmlType;
-use crate::mapping::{Cut, Model, MtpPolicy, Profile, ValueOp};
+use crate::mapping::{Content, CutKind, Model, MtpPolicy, Profile, Set, ValueOp};
 
 /// What is written where, and from what.
 #[derive(Debug, Clone)]
@@ -31,6 +33,10 @@ pub struct Plan {
     pub profile: Profile,
     /// Number of tensor-parallel ranks.
     pub tp: u32,
+    /// Which blocks each pipeline stage holds.
+    pub stages: StageLayers,
+    /// Ranks hold whole experts instead of a slice of every expert.
+    pub expert_parallel: bool,
     /// What the user chose about the values.
     pub policy: Policy,
     /// The source tensors that pieces refer to by index.
@@ -39,8 +45,10 @@ pub struct Plan {
     pub params: Vec<Param>,
     /// Pieces, grouped by slice; ranks that hold the same share the same pieces.
     pub pieces: Vec<Piece>,
-    /// Output files: rank by rank, part by part.
+    /// Output files: set by set, stage by stage, rank by rank, part by part.
     pub files: Vec<PlannedFile>,
+    /// Weights that the layout leaves out (indices of the model's), and why.
+    pub left_out: Vec<(u32, String)>,
 }
 
 /// What the user chose about the values.
@@ -52,6 +60,8 @@ pub struct Policy {
     pub mtp: MtpPolicy,
     /// Size in bytes at which a part is closed.
     pub part_size: u64,
+    /// Each rank's rows of an expert's projections are padded with zeros to a multiple of this.
+    pub moe_pad: Option<u64>,
 }
 
 /// A source tensor, as far as the plan needs to know it.
@@ -72,16 +82,44 @@ pub struct PlannedSource {
 pub struct Param {
     /// Its name in the files.
     pub name: String,
-    /// Index of the weight that it is made of.
-    pub weight: u32,
+    /// The set of files it belongs to.
+    pub set: Set,
+    /// The pipeline stage that holds it.
+    pub stage: u32,
+    /// The weights it is made of.
+    pub content: Content,
     /// Its element type.
     pub dtype: Dtype,
     /// Its whole shape before any cut or padding, row-major.
     pub shape: Vec<u64>,
     /// How ranks share it.
-    pub cut: Cut,
+    pub cut: ParamCut,
+    /// An earlier parameter made of the same weights: both are decoded in one pass.
+    pub joins: Option<u32>,
     /// What each rank holds, by rank.
     pub slices: Vec<Slice>,
+}
+
+/// How ranks share a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ParamCut {
+    /// As each of its weights is cut; the kind is that of the first.
+    Weights(CutKind),
+    /// By whole experts.
+    Expert,
+}
+
+impl ParamCut {
+    /// The cut's name in manifests and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            ParamCut::Weights(CutKind::Column) => "column",
+            ParamCut::Weights(CutKind::Row) => "row",
+            ParamCut::Weights(CutKind::Vocab) => "vocab",
+            ParamCut::Weights(CutKind::Replicated) => "replicated",
+            ParamCut::Expert => "expert",
+        }
+    }
 }
 
 /// What one rank holds of a parameter.

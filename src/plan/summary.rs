@@ -1,12 +1,12 @@
 //! What a plan amounts to: bytes per rank, types, replication. For people and for scripts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::Plan;
-use crate::mapping::{CutKind, RulesId};
+use super::{DRAFT_FOLDER, ParamCut, Plan};
+use crate::mapping::{CutKind, RulesId, Set};
 
 /// The summary of a plan.
 #[derive(Debug, Clone, Serialize)]
@@ -23,8 +23,12 @@ pub struct Summary {
     pub profile: RulesId,
     /// The launch that the profile assumes.
     pub launch: Vec<String>,
-    /// Number of ranks.
+    /// Number of tensor-parallel ranks.
     pub tp: u32,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// Ranks hold whole experts.
+    pub expert_parallel: bool,
     /// Output dtype of weights that are not pinned.
     pub dtype: String,
     /// Source tensors in the file.
@@ -65,10 +69,14 @@ pub struct TypeSummary {
     pub bytes: u64,
 }
 
-/// One rank.
+/// One rank of one pipeline stage of one set of files.
 #[derive(Debug, Clone, Serialize)]
 pub struct RankSummary {
-    /// The rank.
+    /// The set: `main`, or `mtp` for the draft model.
+    pub set: &'static str,
+    /// The pipeline stage.
+    pub stage: u32,
+    /// The tensor-parallel rank.
     pub rank: u32,
     /// Bytes of tensor data.
     pub bytes: u64,
@@ -93,24 +101,12 @@ pub struct ParameterSummary {
     pub sources: Vec<(String, &'static str)>,
 }
 
-impl CutKind {
-    /// The cut's name in manifests and reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            CutKind::Column => "column",
-            CutKind::Row => "row",
-            CutKind::Vocab => "vocab",
-            CutKind::Replicated => "replicated",
-        }
-    }
-}
-
 impl Plan {
     /// The names and types of the sources of a parameter, each once.
     pub fn sources_of(&self, param: usize) -> Vec<(String, &'static str)> {
-        let weight = &self.model.weights[self.params[param].weight as usize];
+        let weights = self.params[param].content.weights();
         let mut seen: Vec<u32> = Vec::new();
-        for part in &weight.recipe.parts {
+        for part in weights.iter().flat_map(|w| &self.model.weights[*w as usize].recipe.parts) {
             for source in std::iter::once(part.source).chain(part.op.scale.map(|(s, _)| s)) {
                 if !seen.contains(&source) {
                     seen.push(source);
@@ -120,10 +116,36 @@ impl Plan {
         seen.iter().map(|s| &self.sources[*s as usize]).map(|s| (s.name.clone(), s.ty.name())).collect()
     }
 
+    /// Sources that only weights use which the layout leaves out.
+    fn left_out_sources(&self) -> Vec<u32> {
+        let parts = |w: &u32| self.model.weights[*w as usize].recipe.parts.iter().map(|p| p.source);
+        let used: HashSet<u32> = self.params.iter().flat_map(|p| p.content.weights()).flat_map(parts).collect();
+        let mut seen = HashSet::new();
+        let left_out = self.left_out.iter().flat_map(|(w, _)| parts(w));
+        left_out.filter(|s| !used.contains(s) && seen.insert(*s)).collect()
+    }
+
+    /// The sources that no parameter uses, and why: ignored by the mapping, or left out by the layout.
+    pub fn unused_sources(&self) -> impl Iterator<Item = (String, String)> {
+        let name = |source: u32| self.sources[source as usize].name.clone();
+        let reason = |source: u32| {
+            let uses = |w: u32| self.model.weights[w as usize].recipe.parts.iter().any(|p| p.source == source);
+            self.left_out.iter().find(|(w, _)| uses(*w)).map(|(_, reason)| reason.clone()).unwrap_or_default()
+        };
+        let ignored = self.model.ignored.iter().map(move |i| (name(i.source), i.reason.clone()));
+        let left_out = self.left_out_sources();
+        ignored.chain(left_out.into_iter().map(move |s| (name(s), reason(s))))
+    }
+
     /// Sums the plan up. `tensors` adds every parameter.
     pub fn summary(&self, chosen: &str, tensors: bool) -> Summary {
         let mut ignored = vec![false; self.sources.len()];
-        self.model.ignored.iter().for_each(|i| ignored[i.source as usize] = true);
+        self.model
+            .ignored
+            .iter()
+            .map(|i| i.source)
+            .chain(self.left_out_sources())
+            .for_each(|i| ignored[i as usize] = true);
         let mut types: BTreeMap<&'static str, TypeSummary> = BTreeMap::new();
         for source in &self.sources {
             let name = source.ty.name();
@@ -131,23 +153,33 @@ impl Plan {
             row.tensors += 1;
             row.bytes += source.bytes;
         }
-        let mut ranks: Vec<RankSummary> = (0..self.tp)
-            .map(|rank| RankSummary { rank, bytes: 0, by_dtype: BTreeMap::new(), files: Vec::new() })
-            .collect();
+        let mut ranks: BTreeMap<(Set, u32, u32), RankSummary> = BTreeMap::new();
         let mut replicated_bytes = 0;
-        for param in &self.params {
-            for (rank, slice) in param.slices.iter().enumerate() {
-                let bytes = self.slice_bytes(param, slice);
-                ranks[rank].bytes += bytes;
-                *ranks[rank].by_dtype.entry(param.dtype.name()).or_default() += bytes;
-                if rank > 0 && param.cut.kind == CutKind::Replicated {
+        for file in &self.files {
+            let set = match file.set {
+                Set::Main => "main",
+                Set::Draft => DRAFT_FOLDER,
+            };
+            let (stage, rank) = (file.stage, file.rank);
+            let row = ranks.entry((file.set, stage, rank)).or_insert_with(|| RankSummary {
+                set,
+                stage,
+                rank,
+                bytes: 0,
+                by_dtype: BTreeMap::new(),
+                files: Vec::new(),
+            });
+            row.bytes += file.data_bytes;
+            row.files.push((file.name.clone(), file.data_bytes));
+            for param in file.params.iter().map(|p| &self.params[*p as usize]) {
+                let bytes = self.slice_bytes(param, &param.slices[rank as usize]);
+                *row.by_dtype.entry(param.dtype.name()).or_default() += bytes;
+                if rank > 0 && param.cut == ParamCut::Weights(CutKind::Replicated) {
                     replicated_bytes += bytes;
                 }
             }
         }
-        for file in &self.files {
-            ranks[file.rank as usize].files.push((file.name.clone(), file.data_bytes));
-        }
+        let ranks: Vec<RankSummary> = ranks.into_values().collect();
         let mut types: Vec<TypeSummary> = types.into_values().collect();
         types.sort_by_key(|t| std::cmp::Reverse(t.bytes));
         let used = |i: &usize| !ignored[*i];
@@ -159,15 +191,12 @@ impl Plan {
             profile: self.profile.id(),
             launch: self.profile.rules.launch.clone(),
             tp: self.tp,
+            pp: self.stages.count(),
+            expert_parallel: self.expert_parallel,
             dtype: self.policy.dtype.name().to_lowercase(),
             source_tensors: self.sources.len(),
             used_tensors: (0..self.sources.len()).filter(used).count(),
-            ignored: self
-                .model
-                .ignored
-                .iter()
-                .map(|i| (self.sources[i.source as usize].name.clone(), i.reason.clone()))
-                .collect(),
+            ignored: self.unused_sources().collect(),
             source_bytes: (0..self.sources.len()).filter(used).map(|i| self.sources[i].bytes).sum(),
             parameters: self.params.len(),
             elements: self.params.iter().map(|p| p.shape.iter().product::<u64>()).sum(),
@@ -176,7 +205,11 @@ impl Plan {
             ranks,
             replicated_bytes,
             warnings: self.model.warnings.clone(),
-            tensors: if tensors { (0..self.params.len()).map(|p| self.parameter_summary(p)).collect() } else { Vec::new() },
+            tensors: if tensors {
+                (0..self.params.len()).map(|p| self.parameter_summary(p)).collect()
+            } else {
+                Vec::new()
+            },
         }
     }
 
@@ -186,7 +219,7 @@ impl Plan {
             name: param.name.clone(),
             dtype: param.dtype.name(),
             shape: param.shape.clone(),
-            cut: param.cut.kind.name(),
+            cut: param.cut.name(),
             sources: self.sources_of(index),
         }
     }
@@ -198,9 +231,11 @@ impl Summary {
         let mut out = String::new();
         let class = if self.class.is_empty() { String::new() } else { format!(" ({})", self.class) };
         let _ = writeln!(out, "mapping    {}{class}: {}", self.mapping.name, self.mapping_chosen);
-        let _ = writeln!(out, "profile    {}, tp {}, {}", self.profile.name, self.tp, self.dtype);
+        let pp = if self.pp > 1 { format!(", pp {}", self.pp) } else { String::new() };
+        let ep = if self.expert_parallel { ", whole experts per rank" } else { "" };
+        let _ = writeln!(out, "profile    {}, tp {}{pp}{ep}, {}", self.profile.name, self.tp, self.dtype);
         for line in &self.launch {
-            let _ = writeln!(out, "           {line}");
+            let _ = writeln!(out, "launch     {line}");
         }
         let _ = writeln!(
             out,
@@ -223,14 +258,11 @@ impl Summary {
         );
         for rank in &self.ranks {
             let dtypes: Vec<String> = rank.by_dtype.iter().map(|(d, b)| format!("{d} {b}")).collect();
-            let _ = writeln!(
-                out,
-                "rank {:<5} {} bytes in {} files ({})",
-                rank.rank,
-                rank.bytes,
-                rank.files.len(),
-                dtypes.join(", ")
-            );
+            let stage = if self.pp > 1 { format!("stage {} ", rank.stage) } else { String::new() };
+            let set = if rank.set == "main" { String::new() } else { format!("{}/ ", rank.set) };
+            let label = format!("{set}{stage}rank {}", rank.rank);
+            let _ =
+                writeln!(out, "{label:10} {} bytes in {} files ({})", rank.bytes, rank.files.len(), dtypes.join(", "));
         }
         let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (name, reason) in &self.ignored {

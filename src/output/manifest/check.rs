@@ -8,6 +8,8 @@ use crate::output::filename;
 use crate::output::safetensors::DATA_ALIGNMENT;
 
 type Checked<T = ()> = Result<T, Box<Fault>>;
+/// Parameters by set and name.
+type Parameters<'a> = HashMap<(&'a str, &'a str), &'a Parameter>;
 
 impl Manifest {
     /// Checks everything that can be checked without the other files.
@@ -38,6 +40,13 @@ impl Manifest {
         if !topology.ranks.is_sorted_by(|a, b| a < b) {
             return fault("topology.ranks", "ranks that are not ascending, or one twice");
         }
+        let stages = topology.stage_layers.len();
+        if topology.pp == 0 || (stages > 0 && stages != topology.pp as usize) {
+            return fault("topology.pp", format!("{} stages, blocks for {stages}", topology.pp));
+        }
+        if let Some(file) = self.files.iter().find(|file| file.stage.is_some_and(|stage| stage >= topology.pp)) {
+            return fault("files", format!("'{}' is for a stage beyond the last", file.name));
+        }
         if let Some(rank) = topology.ranks.iter().find(|&&rank| rank >= topology.tp) {
             return fault("topology.ranks", format!("rank {rank} of {}", topology.tp));
         }
@@ -67,10 +76,11 @@ impl Manifest {
         Ok(())
     }
 
-    fn check_parameters(&self) -> Checked<HashMap<&str, &Parameter>> {
+    /// The parameters by set (sub-folder) and name.
+    fn check_parameters(&self) -> Checked<Parameters<'_>> {
         let mut parameters = HashMap::with_capacity(self.parameters.len());
         for parameter in &self.parameters {
-            if parameters.insert(parameter.name.as_str(), parameter).is_some() {
+            if parameters.insert((parameter.set.as_str(), parameter.name.as_str()), parameter).is_some() {
                 return refuse(Fault::new("this parameter is listed twice").tensor(&parameter.name).key("parameters"));
             }
         }
@@ -80,7 +90,7 @@ impl Manifest {
     /// Which rank holds what: no tensor twice for one rank and set, and every parameter somewhere.
     ///
     /// A sub-folder is a set of its own (the draft model in `mtp/` repeats the embedding).
-    fn check_placement(&self, parameters: &HashMap<&str, &Parameter>) -> Checked {
+    fn check_placement(&self, parameters: &Parameters<'_>) -> Checked {
         let mut shared = HashSet::new();
         let mut placed = HashSet::new();
         let mut anywhere = HashSet::with_capacity(parameters.len());
@@ -106,13 +116,13 @@ impl Manifest {
                 }
                 Some(rank) => {
                     for tensor in &file.tensors {
-                        if !placed.insert((folder, rank, tensor.name.as_str())) {
+                        if !placed.insert((folder, rank, file.stage, tensor.name.as_str())) {
                             return twice(file, &tensor.name);
                         }
                     }
                 }
             }
-            anywhere.extend(file.tensors.iter().map(|tensor| tensor.name.as_str()));
+            anywhere.extend(file.tensors.iter().map(|tensor| (folder, tensor.name.as_str())));
         }
         for file in self.files.iter().filter(|file| file.rank.is_some()) {
             let folder = filename::folder(&file.name);
@@ -121,7 +131,11 @@ impl Manifest {
             }
         }
         let every_rank = self.topology.ranks.len() == self.topology.tp as usize;
-        match self.parameters.iter().find(|parameter| !anywhere.contains(parameter.name.as_str())) {
+        match self
+            .parameters
+            .iter()
+            .find(|parameter| !anywhere.contains(&(parameter.set.as_str(), parameter.name.as_str())))
+        {
             Some(missing) if every_rank => {
                 refuse(Fault::new("no file holds this parameter").tensor(&missing.name).key("parameters"))
             }
@@ -131,7 +145,7 @@ impl Manifest {
 }
 
 /// One file's tensors: known, of the parameter's type, of the size of their shape, one after the other to the end.
-fn check_file(file: &FileEntry, parameters: &HashMap<&str, &Parameter>) -> Checked {
+fn check_file(file: &FileEntry, parameters: &Parameters<'_>) -> Checked {
     if file.header_bytes < DATA_ALIGNMENT || !file.header_bytes.is_multiple_of(DATA_ALIGNMENT) {
         let found = format!("'{}' has a header of {} bytes", file.name, file.header_bytes);
         return refuse(Fault::new(found).key("header_bytes").expected(format!("a multiple of {DATA_ALIGNMENT}")));
@@ -139,7 +153,7 @@ fn check_file(file: &FileEntry, parameters: &HashMap<&str, &Parameter>) -> Check
     let mut reached = 0;
     for tensor in &file.tensors {
         let fault = |found: String| Fault::new(found).tensor(&tensor.name).key(&file.name);
-        let Some(parameter) = parameters.get(tensor.name.as_str()) else {
+        let Some(parameter) = parameters.get(&(filename::folder(&file.name), tensor.name.as_str())) else {
             return refuse(fault("a tensor that is not among the parameters".into()));
         };
         if parameter.dtype != tensor.dtype {

@@ -50,10 +50,13 @@ pub(super) fn render(manifest: &Manifest) -> Result<Vec<u8>> {
     text.list(",\n", "ignored", ignored)?;
     text.list(",\n", "parameters", parameters)?;
     text.raw(",\n\"files\":[");
-    for (i, FileEntry { name, rank, bytes, header_bytes, blake3, tensors }) in files.iter().enumerate() {
+    for (i, FileEntry { name, rank, stage, bytes, header_bytes, blake3, tensors }) in files.iter().enumerate() {
         text.raw(if i == 0 { "\n{" } else { ",\n{" });
         text.field("", "name", name)?;
         text.field(",", "rank", rank)?;
+        if stage.is_some() {
+            text.field(",", "stage", stage)?;
+        }
         text.field(",", "bytes", bytes)?;
         text.field(",", "header_bytes", header_bytes)?;
         text.field(",", "blake3", blake3)?;

@@ -1,9 +1,10 @@
 //! Proof that rectangles cover a whole exactly once.
 
 use super::fault;
+use super::holding::holdings;
 use crate::error::{Fault, Result};
-use crate::mapping::{CutKind, Matrix};
-use crate::plan::{Origin, Param, Plan};
+use crate::mapping::{Matrix, Set};
+use crate::plan::{Origin, Plan};
 
 /// Rows `row`, `row + step`, … (`rows` of them) by columns `col..col + cols`.
 #[derive(Debug, Clone, Copy)]
@@ -92,11 +93,18 @@ pub(super) fn destinations(plan: &Plan) -> Result<u64> {
     let mut rects: Vec<Rect> = Vec::new();
     for param in &plan.params {
         for (rank, slice) in param.slices.iter().enumerate() {
-            if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape {
+            if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape
+            {
                 continue;
             }
             rects.clear();
-            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect { row: p.row, step: 1, rows: p.rows, col: p.col, cols: p.cols }));
+            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect {
+                row: p.row,
+                step: 1,
+                rows: p.rows,
+                col: p.col,
+                cols: p.cols,
+            }));
             let whole = Matrix::of(slice.shape.axes());
             exact(&mut rects, whole).map_err(|flaw| {
                 let expected = format!("all {} elements of its slice filled once", whole.rows * whole.cols);
@@ -107,13 +115,72 @@ pub(super) fn destinations(plan: &Plan) -> Result<u64> {
     Ok(plan.params.iter().map(|p| p.slices.len() as u64).sum())
 }
 
-/// Every element of every source is placed exactly once per copy. Gives the number of sources.
+/// A rectangle of a source as one or more ranks of one stage of one set place it.
+struct Placed {
+    source: u32,
+    set: Set,
+    stage: u32,
+    width: u64,
+    rect: Rect,
+    /// On how many ranks it was found, and on how many it belongs.
+    times: u64,
+    copies: u64,
+}
+
+impl Placed {
+    fn key(&self) -> (u32, Set, u32, u64, u64, u64, u64, u64, u64) {
+        let Rect { row, step, rows, col, cols } = self.rect;
+        (self.source, self.set, self.stage, self.width, row, col, step, rows, cols)
+    }
+}
+
+/// Every element of every source is placed exactly once per copy that its cut calls for, in every set and stage that
+/// holds the source at all. Gives the number of sources.
 pub(super) fn sources(plan: &Plan) -> Result<u64> {
-    let mut placed: Vec<(u32, u64, Rect)> = Vec::new();
     let mut scales = vec![false; plan.sources.len()];
+    let mut placed = placements(plan, &mut scales)?;
+    placed.sort_unstable_by_key(Placed::key);
+    let mut rects: Vec<Rect> = Vec::new();
+    let mut covered = vec![false; plan.sources.len()];
+    for run in placed.chunk_by(|a, b| (a.source, a.set, a.stage) == (b.source, b.set, b.stage)) {
+        let tensor = &plan.sources[run[0].source as usize];
+        let width = run[0].width;
+        let wrong = |found: String| {
+            Fault::new(found)
+                .tensor(&tensor.name)
+                .expected(format!("each of its {} elements placed once", tensor.elements))
+                .remedy("Two rules take the same elements, or none takes some; the plan was not executed")
+                .audit()
+        };
+        if run.iter().any(|p| p.width != width) || !tensor.elements.is_multiple_of(width) {
+            return Err(wrong(format!("it is seen with rows of {width} and of other lengths")));
+        }
+        rects.clear();
+        for same in run.chunk_by(|a, b| a.key() == b.key()) {
+            let (times, copies) = (same.iter().map(|p| p.times).sum::<u64>(), same[0].copies);
+            if times != copies || same.iter().any(|p| p.copies != copies) {
+                let rect = same[0].rect;
+                return Err(wrong(format!("rows from {} are placed on {times} ranks instead of {copies}", rect.row)));
+            }
+            rects.push(same[0].rect);
+        }
+        let whole = Matrix { rows: tensor.elements / width, cols: width };
+        exact(&mut rects, whole).map_err(|flaw| wrong(flaw.to_string()))?;
+        covered[run[0].source as usize] = true;
+    }
+    fates(plan, &covered, &scales)?;
+    Ok(plan.sources.len() as u64)
+}
+
+fn placements(plan: &Plan, scales: &mut [bool]) -> Result<Vec<Placed>> {
+    let mut placed: Vec<Placed> = Vec::new();
     for param in &plan.params {
-        for rank in first_copies(plan, param)? {
-            for piece in plan.pieces_of(&param.slices[rank]) {
+        let mut rank = 0;
+        while rank < param.slices.len() {
+            let slice = &param.slices[rank];
+            let alike = param.slices[rank..].iter().take_while(|s| s.pieces == slice.pieces).count();
+            let parts = holdings(plan, param, rank as u64).unwrap_or_default();
+            for piece in plan.pieces_of(slice) {
                 let Origin::Source(region) = piece.origin else { continue };
                 if region.source as usize >= plan.sources.len() || region.width == 0 {
                     return Err(fault(param, rank, format!("a piece of source {}", region.source)).audit());
@@ -124,67 +191,51 @@ pub(super) fn sources(plan: &Plan) -> Result<u64> {
                         Some(_) | None => return Err(fault(param, rank, "its scale does not exist").audit()),
                     }
                 }
+                let part = parts.partition_point(|h| h.start <= piece.row).checked_sub(1).and_then(|i| parts.get(i));
+                let copies = part.map_or(0, |h| h.copies());
                 let (rows, cols) = if region.transpose { (piece.cols, piece.rows) } else { (piece.rows, piece.cols) };
-                let rect = Rect { row: region.row, step: region.step, rows, col: region.col, cols };
-                placed.push((region.source, region.width, rect));
+                placed.push(Placed {
+                    source: region.source,
+                    set: param.set,
+                    stage: param.stage,
+                    width: region.width,
+                    rect: Rect { row: region.row, step: region.step, rows, col: region.col, cols },
+                    times: alike as u64,
+                    copies,
+                });
             }
+            rank += alike;
         }
     }
-    placed.sort_unstable_by_key(|(source, width, rect)| (*source, *width, rect.row, rect.col));
-    let mut rects: Vec<Rect> = Vec::new();
-    let mut covered = vec![false; plan.sources.len()];
-    for run in placed.chunk_by(|a, b| a.0 == b.0) {
-        let (source, width, _) = run[0];
-        let tensor = &plan.sources[source as usize];
-        let wrong = |found: String| {
-            Fault::new(found)
-                .tensor(&tensor.name)
-                .expected(format!("each of its {} elements placed once", tensor.elements))
-                .remedy("Two rules take the same elements, or none takes some; the plan was not executed")
-                .audit()
-        };
-        if run.iter().any(|(_, w, _)| *w != width) || tensor.elements % width != 0 {
-            return Err(wrong(format!("it is seen with rows of {width} and of other lengths")));
-        }
-        rects.clear();
-        rects.extend(run.iter().map(|(_, _, rect)| *rect));
-        let whole = Matrix { rows: tensor.elements / width, cols: width };
-        exact(&mut rects, whole).map_err(|flaw| wrong(flaw.to_string()))?;
-        covered[source as usize] = true;
-    }
-    let mut ignored = vec![false; plan.sources.len()];
-    for i in &plan.model.ignored {
-        ignored[i.source as usize] = true;
-    }
-    for (i, source) in plan.sources.iter().enumerate() {
-        let fates = [covered[i] || (source.elements == 0 && !ignored[i]), scales[i], ignored[i]];
-        if fates.iter().filter(|f| **f).count() != 1 {
-            return Err(Fault::new(format!("placed: {}, used as a scale: {}, ignored: {}", covered[i], scales[i], ignored[i]))
-                .tensor(&source.name)
-                .expected("exactly one of these")
-                .audit());
-        }
-    }
-    Ok(plan.sources.len() as u64)
+    Ok(placed)
 }
 
-/// The ranks whose slices together hold one copy of a parameter. Every other rank's pieces must equal those of the rank
-/// it is a copy of.
-fn first_copies(plan: &Plan, param: &Param) -> Result<Vec<usize>> {
-    let tp = plan.tp as usize;
-    let copies = match (param.cut.kind, param.cut.units) {
-        (CutKind::Replicated, _) => tp,
-        (CutKind::Column, Some(units)) if param.cut.repeat && (units as usize) < tp && units > 0 => tp / units as usize,
-        (CutKind::Column | CutKind::Row | CutKind::Vocab, _) => 1,
-    };
-    for rank in 0..tp {
-        let (own, first) = (&param.slices[rank], &param.slices[rank - rank % copies]);
-        if own.pieces != first.pieces && plan.pieces_of(own) != plan.pieces_of(first) {
-            let found = format!("its pieces differ from rank {}'s, of which it is a copy", rank - rank % copies);
-            return Err(fault(param, rank, found).audit());
+/// Every source is placed, scales another, is ignored by a rule, or belongs to weights that the layout leaves out.
+fn fates(plan: &Plan, covered: &[bool], scales: &[bool]) -> Result<()> {
+    let mut ignored = vec![false; plan.sources.len()];
+    for i in &plan.model.ignored {
+        match ignored.get_mut(i.source as usize) {
+            Some(slot) => *slot = true,
+            None => return Err(Fault::new(format!("source {} is ignored, but does not exist", i.source)).audit()),
         }
     }
-    Ok((0..tp).step_by(copies).collect())
+    let mut left_out = vec![false; plan.sources.len()];
+    for part in plan.left_out.iter().flat_map(|(w, _)| &plan.model.weights[*w as usize].recipe.parts) {
+        left_out[part.source as usize] = true;
+        if let Some((scale, _)) = part.op.scale {
+            left_out[scale as usize] = true;
+        }
+    }
+    for (i, source) in plan.sources.iter().enumerate() {
+        let used = covered[i] || (source.elements == 0 && !ignored[i]);
+        let fates = [used, scales[i], ignored[i]];
+        let count = fates.iter().filter(|f| **f).count();
+        if count != 1 && !(count == 0 && left_out[i]) {
+            let found = format!("placed: {}, used as a scale: {}, ignored: {}", covered[i], scales[i], ignored[i]);
+            return Err(Fault::new(found).tensor(&source.name).expected("exactly one of these").audit());
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

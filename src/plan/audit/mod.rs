@@ -12,6 +12,7 @@
 //! A plan that fails is a defect of the planner and is never executed.
 
 mod cover;
+mod holding;
 mod layout;
 mod trace;
 

@@ -1,17 +1,26 @@
 //! Positions followed from a slice through the weight to the source, by the rules' own arithmetic.
 
 use super::fault;
+use super::holding::{Holding, holdings};
 use crate::error::Result;
-use crate::mapping::{CutKind, Matrix, ValueOp, Weight};
+use crate::mapping::{Content, ValueOp, Weight};
 use crate::plan::{Origin, Param, Plan};
+
+/// What fills an element.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Filling {
+    Source(u32, u64, ValueOp),
+    /// The bits of a constant.
+    Constant(u32),
+}
 
 /// Traces the corners and some seeded positions of every piece. Gives the number of positions.
 pub(super) fn check(plan: &Plan) -> Result<u64> {
     let mut traced = 0;
     let mut seed = 0x9E37_79B9_7F4A_7C15u64;
     for param in &plan.params {
-        let weight = &plan.model.weights[param.weight as usize];
         for (rank, slice) in param.slices.iter().enumerate() {
+            let parts = holdings(plan, param, rank as u64).unwrap_or_default();
             for piece in plan.pieces_of(slice) {
                 let (bottom, right) = (piece.rows - 1, piece.cols - 1);
                 let mut positions = [(0, 0), (0, right), (bottom, 0), (bottom, right), (0, 0), (0, 0)];
@@ -22,13 +31,10 @@ pub(super) fn check(plan: &Plan) -> Result<u64> {
                 for (i, j) in positions {
                     let at = (piece.row + i, piece.col + j);
                     let planned = match &piece.origin {
-                        Origin::Source(region) => Some((region.source, region.element(i, j), region.op)),
-                        Origin::Fill(_) => None,
+                        Origin::Source(region) => Filling::Source(region.source, region.element(i, j), region.op),
+                        Origin::Fill(value) => Filling::Constant(value.to_bits()),
                     };
-                    position(plan, param, weight, rank, at, planned)?;
-                    if matches!(piece.origin, Origin::Fill(value) if value.to_bits() != 0) {
-                        return Err(fault(param, rank, "it is padded with something else than zero").audit());
-                    }
+                    position(plan, param, &parts, rank, at, planned)?;
                     traced += 1;
                 }
             }
@@ -40,50 +46,43 @@ pub(super) fn check(plan: &Plan) -> Result<u64> {
 fn position(
     plan: &Plan,
     param: &Param,
-    weight: &Weight,
+    parts: &[Holding<'_>],
     rank: usize,
     (row, col): (u64, u64),
-    planned: Option<(u32, u64, ValueOp)>,
+    planned: Filling,
 ) -> Result<()> {
-    let (weight_row, weight_col) = in_weight(plan, weight, rank as u64, row, col);
-    let ruled = origin(weight, weight_row, weight_col);
-    if ruled == planned {
+    let (ruled, of) = ruled(plan, param, parts, row, col);
+    if ruled == Some(planned) {
         return Ok(());
     }
-    let show = |at: &Option<(u32, u64, ValueOp)>| match at {
-        None => "padding".to_owned(),
-        Some((source, element, op)) => {
-            let name = plan.sources.get(*source as usize).map_or("?", |s| s.name.as_str());
+    let show = |at: Option<Filling>| match at {
+        None => "nothing".to_owned(),
+        Some(Filling::Constant(bits)) => format!("the constant {}", f32::from_bits(bits)),
+        Some(Filling::Source(source, element, op)) => {
+            let name = plan.sources.get(source as usize).map_or("?", |s| s.name.as_str());
             let op = if op.is_identity() { String::new() } else { format!(" {op:?}") };
             format!("element {element} of '{name}'{op}")
         }
     };
-    Err(fault(param, rank, format!("element ({row}, {col}) of its slice is filled from {}", show(&planned)))
-        .expected(format!("{}, by the rule for element ({weight_row}, {weight_col}) of the weight", show(&ruled)))
+    Err(fault(param, rank, format!("element ({row}, {col}) of its slice is filled from {}", show(Some(planned))))
+        .expected(format!("{}{of}", show(ruled)))
         .audit())
 }
 
-/// Where in the whole weight, seen as a matrix, an element of a rank's slice belongs.
-fn in_weight(plan: &Plan, weight: &Weight, rank: u64, row: u64, col: u64) -> (u64, u64) {
-    let tp = u64::from(plan.tp);
-    let Matrix { rows, cols } = Matrix::of(&weight.shape);
-    if tp == 1 {
-        return (row, col);
+/// What the rules put at an element of a slice, and in words which element of which weight that is.
+fn ruled(plan: &Plan, param: &Param, parts: &[Holding<'_>], row: u64, col: u64) -> (Option<Filling>, String) {
+    if let Content::Constant(value) = param.content {
+        return (((row, col) == (0, 0)).then_some(Filling::Constant(value.to_bits())), String::new());
     }
-    match weight.cut.kind {
-        CutKind::Replicated => (row, col),
-        CutKind::Vocab => {
-            let pad = plan.profile.rules.vocab_pad;
-            let padded = rows.div_ceil(pad) * pad;
-            (rank * (padded / tp) + row, col)
-        }
-        CutKind::Column => match weight.cut.units {
-            Some(units) if weight.cut.repeat && units < tp => (rank * units / tp * (rows / units) + row, col),
-            Some(_) | None => (rank * rows / tp + row, col),
-        },
-        CutKind::Row if weight.shape.len() == 1 => (rank * rows / tp + row, col),
-        CutKind::Row => (row, rank * cols / tp + col),
+    let part = parts.partition_point(|h| h.start <= row).checked_sub(1).and_then(|i| parts.get(i));
+    let Some(part) = part else { return (None, String::new()) };
+    let local = row - part.start;
+    if local >= part.real.rows || col >= part.real.cols {
+        return (Some(Filling::Constant(0)), format!(", the padding after weight '{}'", part.weight.name));
     }
+    let (r, c) = part.in_weight(local, col, plan.profile.rules.vocab.multiple);
+    let words = format!(", by the rule for element ({r}, {c}) of weight '{}'", part.weight.name);
+    (origin(part.weight, r, c).map(|(source, element, op)| Filling::Source(source, element, op)), words)
 }
 
 /// Which source element the recipe names for an element of the weight; none for padding rows.

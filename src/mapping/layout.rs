@@ -1,0 +1,588 @@
+//! Layouts: which parameters a stack makes of the weights of a model class.
+//!
+//! Rules are tried in order, a layout's own before those of the layout that it extends, parameters before `keep`. Every
+//! weight must be taken by one rule; a weight that none takes means that the profile does not cover the model.
+
+use std::collections::HashMap;
+
+use serde::Deserialize;
+
+use super::expr::{Scope, Value};
+use super::pattern::Pattern;
+use super::recipe::Weight;
+use super::rules::{ExprText, PinnedDtype};
+
+/// The prefix of a block in the HF checkpoint, and so of `{block}` in a weight's name.
+const WEIGHT_BLOCK: &str = "model.layers.{layer}.";
+/// Longest chain of `extends` among the layouts of a profile.
+const DEEPEST: usize = 8;
+
+/// A layout as it is written.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayoutRules {
+    /// Its name, for `extends`.
+    pub name: String,
+    /// The model classes that it is for; `*` for all.
+    #[serde(default)]
+    pub classes: Vec<String>,
+    /// The layout of this profile that it starts from.
+    #[serde(default)]
+    pub extends: Option<String>,
+    /// Every weight is a parameter of its own name (the `hf` profile); there are no other rules.
+    #[serde(default)]
+    pub verbatim: bool,
+    /// Weights that are parameters of their own name.
+    #[serde(default)]
+    pub keep: Vec<String>,
+    /// Parameters made of weights.
+    #[serde(default, rename = "param")]
+    pub params: Vec<ParamRule>,
+    /// Parameters of constant values.
+    #[serde(default, rename = "constant")]
+    pub constants: Vec<ConstantRule>,
+    /// The constants of the layout it starts from do not apply.
+    #[serde(default)]
+    pub without_constants: bool,
+    /// Parameters that stand in for an absent weight.
+    #[serde(default)]
+    pub tied: Vec<TiedRule>,
+    /// The draft model's own set of files.
+    #[serde(default)]
+    pub draft: Option<DraftRules>,
+    /// Why MTP blocks are left out, for stacks without a draft layout.
+    #[serde(default)]
+    pub no_draft: Option<String>,
+}
+
+/// A parameter made of one or more weights, joined along their rows in the order of `parts`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParamRule {
+    /// Its name.
+    pub name: String,
+    /// Condition; `has('weight')`, `tp` and `pp` may be asked.
+    #[serde(default)]
+    pub when: Option<ExprText>,
+    /// The loop variable whose rounds are stacked along a new axis in front.
+    #[serde(default)]
+    pub stack: Option<String>,
+    /// The weights, all of which must be there.
+    pub parts: Vec<String>,
+    /// A dtype that does not follow the output policy.
+    #[serde(default)]
+    pub dtype: Option<PinnedDtype>,
+}
+
+/// Scalars that the stack wants in the file.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConstantRule {
+    /// Their names.
+    pub names: Vec<String>,
+    /// The weight that they follow; there are as many.
+    pub after: String,
+    /// The value, as f32.
+    pub value: f32,
+}
+
+/// A parameter that is a further copy of a weight where another weight is absent.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TiedRule {
+    /// Its name.
+    pub name: String,
+    /// The weight that it is.
+    pub of: String,
+    /// The weight whose presence makes it unnecessary.
+    pub unless: String,
+    /// The pipeline stage that holds it.
+    pub stage: EndStage,
+}
+
+/// The first or the last pipeline stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EndStage {
+    /// Before the first block.
+    First,
+    /// After the last block.
+    Last,
+}
+
+/// The draft model: a set of files of its own.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DraftRules {
+    /// What `{block}` stands for in the names of its parameters.
+    pub block: String,
+    /// Its parameters outside the block.
+    #[serde(rename = "param")]
+    pub params: Vec<DraftRule>,
+}
+
+/// A parameter of the draft model.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DraftRule {
+    /// Its name.
+    pub name: String,
+    /// The weight that it is: the first that the model has.
+    pub from: Vec<String>,
+}
+
+/// Which set of files a parameter belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Set {
+    /// The model itself.
+    Main,
+    /// The draft model made of the MTP blocks, in the folder `mtp/`.
+    Draft,
+}
+
+/// Where along the model a parameter belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// Before the blocks.
+    Before,
+    /// In a block.
+    Block(u64),
+    /// After the blocks.
+    After,
+}
+
+/// A parameter, as a layout makes it of weights.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamSpec {
+    /// Its name.
+    pub name: String,
+    /// The set it belongs to.
+    pub set: Set,
+    /// Where it belongs.
+    pub place: Place,
+    /// What it is made of.
+    pub content: Content,
+    /// A dtype that does not follow the output policy.
+    pub pinned: Option<PinnedDtype>,
+}
+
+/// What a parameter is made of.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Content {
+    /// Weights joined along their rows.
+    Joined(Vec<u32>),
+    /// As many joined weights for each element of a new axis in front: `parts` weights each.
+    Stacked {
+        /// All weights, element by element.
+        weights: Vec<u32>,
+        /// Weights per element.
+        parts: u32,
+    },
+    /// A scalar.
+    Constant(f32),
+}
+
+/// What a layout makes of a model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LaidOut {
+    /// The parameters in the global order.
+    pub params: Vec<ParamSpec>,
+    /// Weights that are not laid out, and why.
+    pub left_out: Vec<(u32, String)>,
+}
+
+/// Checks the layouts of a profile against each other.
+pub(super) fn check(layouts: &[LayoutRules]) -> Result<(), String> {
+    for layout in layouts {
+        let chain = chain(layouts, layout)?;
+        let at = |e: String| format!("layout '{}': {e}", layout.name);
+        for part in &chain {
+            Compiled::new(part, false).map_err(at)?;
+            Compiled::new(part, true).map_err(at)?;
+        }
+        if layout.verbatim && (!layout.params.is_empty() || layout.extends.is_some()) {
+            return Err(at("a verbatim layout has no other rules".into()));
+        }
+    }
+    Ok(())
+}
+
+/// A layout and those it extends, itself first.
+fn chain<'a>(layouts: &'a [LayoutRules], layout: &'a LayoutRules) -> Result<Vec<&'a LayoutRules>, String> {
+    let mut chain = vec![layout];
+    while let Some(parent) = &chain[chain.len() - 1].extends {
+        if chain.len() == DEEPEST {
+            return Err(format!("more than {DEEPEST} layouts extend each other, at '{parent}'"));
+        }
+        let found = layouts.iter().find(|l| l.name == *parent);
+        chain.push(found.ok_or_else(|| format!("layout '{parent}', which '{}' extends, does not exist", layout.name))?);
+    }
+    Ok(chain)
+}
+
+/// The layout for a class.
+pub fn for_class<'a>(layouts: &'a [LayoutRules], class: &str) -> Option<&'a LayoutRules> {
+    layouts.iter().find(|l| l.classes.iter().any(|c| c == class || c == "*"))
+}
+
+/// Rules of one layout with their patterns parsed.
+struct Compiled<'a> {
+    rules: Vec<CompiledRule<'a>>,
+    constants: Vec<(Pattern, Vec<Pattern>, f32)>,
+}
+
+struct CompiledRule<'a> {
+    name: Pattern,
+    parts: Vec<Pattern>,
+    stack: Option<&'a str>,
+    when: Option<&'a ExprText>,
+    pinned: Option<PinnedDtype>,
+}
+
+impl<'a> Compiled<'a> {
+    /// `draft` chooses what `{block}` stands for in names.
+    fn new(layout: &'a LayoutRules, draft: bool) -> Result<Self, String> {
+        let block = match &layout.draft {
+            Some(rules) if draft => rules.block.as_str(),
+            Some(_) | None => WEIGHT_BLOCK,
+        };
+        Self::with_block(layout, block)
+    }
+
+    fn with_block(layout: &'a LayoutRules, block: &str) -> Result<Self, String> {
+        let weight = |text: &str| Pattern::parse(&text.replace("{block}", WEIGHT_BLOCK));
+        let name = |text: &str| Pattern::parse(&text.replace("{block}", block));
+        let mut rules = Vec::new();
+        for rule in &layout.params {
+            if rule.parts.is_empty() {
+                return Err(format!("'{}' has no parts", rule.name));
+            }
+            rules.push(CompiledRule {
+                name: name(&rule.name)?,
+                parts: rule.parts.iter().map(|p| weight(p)).collect::<Result<_, _>>()?,
+                stack: rule.stack.as_deref(),
+                when: rule.when.as_ref(),
+                pinned: rule.dtype,
+            });
+        }
+        for kept in &layout.keep {
+            let parts = vec![weight(kept)?];
+            rules.push(CompiledRule { name: name(kept)?, parts, stack: None, when: None, pinned: None });
+        }
+        for rule in &rules {
+            let bound = rule.parts[0].variables();
+            if let Some(free) = rule.name.variables().iter().find(|v| !bound.contains(v)) {
+                return Err(format!("'{}' uses '{{{free}}}', which its first part does not", rule.name.text()));
+            }
+            if rule.stack.is_some_and(|s| rule.parts.iter().any(|p| !p.variables().contains(&s))) {
+                return Err(format!("every part of '{}' must use its stack variable", rule.name.text()));
+            }
+        }
+        let constants = layout
+            .constants
+            .iter()
+            .map(|c| Ok((weight(&c.after)?, c.names.iter().map(|n| name(n)).collect::<Result<_, String>>()?, c.value)))
+            .collect::<Result<_, String>>()?;
+        Ok(Compiled { rules, constants })
+    }
+}
+
+/// What conditions of a layout may ask.
+struct LayoutScope<'a> {
+    index: &'a HashMap<&'a str, u32>,
+    tp: u32,
+    pp: u32,
+}
+
+impl Scope for LayoutScope<'_> {
+    fn name(&self, name: &str) -> Result<Value, String> {
+        match name {
+            "tp" => Ok(Value::Int(self.tp.into())),
+            "pp" => Ok(Value::Int(self.pp.into())),
+            other => Err(format!("'{other}' is not known in a layout; tp and pp are")),
+        }
+    }
+    fn has(&self, pattern: &str) -> Result<bool, String> {
+        Ok(self.index.contains_key(pattern))
+    }
+    fn key(&self, _: &str) -> Result<bool, String> {
+        Err("a layout knows weights, not metadata".into())
+    }
+    fn text(&self, _: &str) -> Result<String, String> {
+        Err("a layout knows weights, not metadata".into())
+    }
+}
+
+/// Lays a model's weights out. The error names what the layout does not cover.
+pub fn lay_out(
+    layouts: &[LayoutRules],
+    layout: &LayoutRules,
+    weights: &[Weight],
+    tp: u32,
+    pp: u32,
+) -> Result<LaidOut, String> {
+    if layout.verbatim {
+        let params = weights
+            .iter()
+            .enumerate()
+            .map(|(i, w)| ParamSpec {
+                name: w.name.clone(),
+                set: Set::Main,
+                place: w.block.map_or(Place::Before, Place::Block),
+                content: Content::Joined(vec![i as u32]),
+                pinned: w.pinned,
+            })
+            .collect();
+        return Ok(LaidOut { params, left_out: Vec::new() });
+    }
+    let chain = chain(layouts, layout)?;
+    let draft = chain.iter().find_map(|l| l.draft.as_ref());
+    let draft_block = draft.map_or(WEIGHT_BLOCK, |d| d.block.as_str());
+    let compile = |block: &str| -> Result<Vec<Compiled<'_>>, String> {
+        chain.iter().map(|l| Compiled::with_block(l, block)).collect()
+    };
+    let without = chain.iter().position(|l| l.without_constants).unwrap_or(chain.len());
+    let mut job = Layout {
+        weights,
+        index: weights.iter().enumerate().map(|(i, w)| (w.name.as_str(), i as u32)).collect(),
+        claimed: vec![false; weights.len()],
+        first_block: weights.iter().position(|w| w.block.is_some()).unwrap_or(0),
+        constants_of: without,
+        tp,
+        pp,
+        params: Vec::new(),
+        left_out: Vec::new(),
+        uncovered: Vec::new(),
+    };
+    let headless = weights.iter().any(|w| w.mtp) && !weights.iter().any(|w| w.block.is_some() && !w.mtp);
+    job.main(&compile(WEIGHT_BLOCK)?, headless)?;
+    let no_draft = chain.iter().find_map(|l| l.no_draft.as_deref());
+    match draft {
+        Some(rules) => job.draft(rules, &compile(draft_block)?)?,
+        None => job.without_draft(no_draft.unwrap_or("the layout has no draft model")),
+    }
+    job.tied(&chain, headless)?;
+    if let Some(first) = job.uncovered.first() {
+        let shown: Vec<&str> = job.uncovered.iter().take(6).map(String::as_str).collect();
+        return Err(format!(
+            "layout '{}' does not cover {} of {} weights: {}{}",
+            layout.name,
+            job.uncovered.len(),
+            weights.len(),
+            shown.join(", "),
+            if job.uncovered.len() > shown.len() {
+                ", …"
+            } else if first.is_empty() {
+                "?"
+            } else {
+                ""
+            }
+        ));
+    }
+    Ok(LaidOut { params: job.params, left_out: job.left_out })
+}
+
+struct Layout<'a> {
+    weights: &'a [Weight],
+    index: HashMap<&'a str, u32>,
+    claimed: Vec<bool>,
+    first_block: usize,
+    /// How many layouts of the chain contribute constants.
+    constants_of: usize,
+    tp: u32,
+    pp: u32,
+    params: Vec<ParamSpec>,
+    left_out: Vec<(u32, String)>,
+    uncovered: Vec<String>,
+}
+
+impl Layout<'_> {
+    fn place(&self, weight: usize) -> Place {
+        match self.weights[weight].block {
+            Some(block) => Place::Block(block),
+            None if weight < self.first_block => Place::Before,
+            None => Place::After,
+        }
+    }
+
+    /// The main model's parameters. Without a trunk there is no main model, and what belongs to it is left out.
+    fn main(&mut self, compiled: &[Compiled<'_>], headless: bool) -> Result<(), String> {
+        for i in 0..self.weights.len() {
+            if self.weights[i].mtp || self.claimed[i] {
+                continue;
+            }
+            if headless {
+                let reason = "the file holds no trunk, so only the draft model is laid out";
+                self.left_out.push((i as u32, reason.into()));
+            } else {
+                self.take(i, compiled, Set::Main)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the rule for a weight and takes all that the rule takes.
+    fn take(&mut self, i: usize, compiled: &[Compiled<'_>], set: Set) -> Result<(), String> {
+        let name = self.weights[i].name.as_str();
+        for layout in compiled {
+            for rule in &layout.rules {
+                let Some(vars) = rule.parts.iter().find_map(|p| p.capture(name)) else { continue };
+                let scope = LayoutScope { index: &self.index, tp: self.tp, pp: self.pp };
+                if let Some(when) = rule.when
+                    && !when.0.truth(&scope)?
+                {
+                    continue;
+                }
+                let Some(content) = self.content(rule, &vars) else { continue };
+                let weights = content.weights();
+                weights.iter().for_each(|w| self.claimed[*w as usize] = true);
+                let first = self.weights[weights[0] as usize].pinned;
+                let name = fill(&rule.name, &vars);
+                self.params.push(ParamSpec { name, set, place: self.place(i), content, pinned: rule.pinned.or(first) });
+                self.constants(i, compiled, set);
+                return Ok(());
+            }
+        }
+        // A tied weight's own place may be elsewhere: `tied` settles it.
+        self.uncovered.push(name.to_owned());
+        Ok(())
+    }
+
+    /// The weights of a rule's parts; none if any is absent or taken.
+    fn content(&self, rule: &CompiledRule<'_>, vars: &[(String, u64)]) -> Option<Content> {
+        let free = |name: &str| self.index.get(name).copied().filter(|w| !self.claimed[*w as usize]);
+        let Some(stack) = rule.stack else {
+            return rule.parts.iter().map(|p| free(&fill(p, vars))).collect::<Option<Vec<_>>>().map(Content::Joined);
+        };
+        let mut weights = Vec::new();
+        for round in 0.. {
+            let vars: Vec<(String, u64)> =
+                vars.iter().map(|(n, v)| (n.clone(), if n == stack { round } else { *v })).collect();
+            let found: Vec<Option<u32>> = rule.parts.iter().map(|p| free(&fill(p, &vars))).collect();
+            match found.iter().copied().collect::<Option<Vec<u32>>>() {
+                Some(found) => weights.extend(found),
+                None if found.iter().all(Option::is_none) && round > 0 => break,
+                None => return None,
+            }
+        }
+        Some(Content::Stacked { weights, parts: rule.parts.len() as u32 })
+    }
+
+    /// The constants that follow a weight.
+    fn constants(&mut self, i: usize, compiled: &[Compiled<'_>], set: Set) {
+        let place = self.place(i);
+        for layout in compiled.iter().take(self.constants_of.saturating_add(1)) {
+            for (after, names, value) in &layout.constants {
+                let Some(vars) = after.capture(&self.weights[i].name) else { continue };
+                for name in names {
+                    let content = Content::Constant(*value);
+                    let name = fill(name, &vars);
+                    self.params.push(ParamSpec { name, set, place, content, pinned: Some(PinnedDtype::F32) });
+                }
+            }
+        }
+    }
+
+    /// The draft model: its block by the same rules under its own prefix, then what surrounds the block.
+    fn draft(&mut self, rules: &DraftRules, compiled: &[Compiled<'_>]) -> Result<(), String> {
+        let layers: Vec<u64> = {
+            let mut all: Vec<u64> = self.weights.iter().filter(|w| w.mtp).filter_map(|w| w.block).collect();
+            all.dedup();
+            all
+        };
+        let mut around: Vec<(usize, ParamSpec)> = Vec::new();
+        for layer in &layers {
+            for rule in &rules.params {
+                let vars = [("layer".to_owned(), *layer)];
+                let name = fill(&Pattern::parse(&rule.name)?, &vars);
+                let from = rule
+                    .from
+                    .iter()
+                    .map(|f| Ok(fill(&Pattern::parse(f)?, &vars)))
+                    .collect::<Result<Vec<_>, String>>()?;
+                let found = from.iter().find_map(|f| self.index.get(f.as_str()).copied());
+                let Some(weight) = found else {
+                    return Err(format!(
+                        "the draft model needs '{name}', but the file has no {}; leave it out with --mtp drop",
+                        from.join(", no ")
+                    ));
+                };
+                if let Some((_, twin)) = around.iter().find(|(_, p)| p.name == name) {
+                    if twin.content == Content::Joined(vec![weight]) {
+                        continue;
+                    }
+                    return Err(format!("two MTP blocks have a '{name}' of their own, and the draft model holds one"));
+                }
+                if self.weights[weight as usize].mtp {
+                    self.claimed[weight as usize] = true;
+                }
+                let content = Content::Joined(vec![weight]);
+                let pinned = self.weights[weight as usize].pinned;
+                let place = Place::Block(*layer);
+                around.push((weight as usize, ParamSpec { name, set: Set::Draft, place, content, pinned }));
+            }
+        }
+        for i in 0..self.weights.len() {
+            if !self.weights[i].mtp {
+                continue;
+            }
+            match around.iter().position(|(w, _)| *w == i) {
+                Some(at) => self.params.push(around.remove(at).1),
+                None if self.claimed[i] => {}
+                None => self.take(i, compiled, Set::Draft)?,
+            }
+        }
+        self.params.extend(around.into_iter().map(|(_, spec)| spec));
+        Ok(())
+    }
+
+    fn without_draft(&mut self, reason: &str) {
+        for (i, weight) in self.weights.iter().enumerate().filter(|(_, w)| w.mtp) {
+            self.claimed[i] = true;
+            self.left_out.push((i as u32, format!("MTP block {}: {reason}", weight.block.unwrap_or_default())));
+        }
+    }
+
+    /// Copies of a weight under the name of an absent one.
+    fn tied(&mut self, chain: &[&LayoutRules], headless: bool) -> Result<(), String> {
+        for rule in chain.iter().flat_map(|l| &l.tied) {
+            if headless || self.index.contains_key(rule.unless.as_str()) {
+                continue;
+            }
+            let Some(weight) = self.index.get(rule.of.as_str()).copied() else { continue };
+            self.uncovered.retain(|name| *name != rule.of);
+            self.claimed[weight as usize] = true;
+            let place = match rule.stage {
+                EndStage::First => Place::Before,
+                EndStage::Last => Place::After,
+            };
+            let content = Content::Joined(vec![weight]);
+            let pinned = self.weights[weight as usize].pinned;
+            self.params.push(ParamSpec { name: rule.name.clone(), set: Set::Main, place, content, pinned });
+        }
+        Ok(())
+    }
+}
+
+impl Content {
+    /// The weights that it is made of.
+    pub fn weights(&self) -> &[u32] {
+        match self {
+            Content::Joined(weights) | Content::Stacked { weights, .. } => weights,
+            Content::Constant(_) => &[],
+        }
+    }
+
+    /// Weights per element of the stack, or all of them.
+    pub fn parts(&self) -> usize {
+        match self {
+            Content::Joined(weights) => weights.len(),
+            Content::Stacked { parts, .. } => *parts as usize,
+            Content::Constant(_) => 0,
+        }
+    }
+}
+
+fn fill(pattern: &Pattern, vars: &[(String, u64)]) -> String {
+    pattern.fill(|v| vars.iter().find(|(n, _)| n == v).map(|(_, v)| *v)).unwrap_or_default()
+}
