@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::facts::{Bound, Facts};
+use super::pattern;
 use crate::error::Result;
 
 /// Most blocks that a model may have.
@@ -48,20 +49,28 @@ impl BlockMap {
     /// Counts the blocks in the metadata and in the tensor names, and refuses a broken trunk.
     pub fn read(facts: &Facts<'_>, policy: MtpPolicy, warnings: &mut Vec<String>) -> Result<Self> {
         let present: BTreeSet<u64> = facts.set().tensors().iter().filter_map(|t| block_of(&t.name)).collect();
-        let Some(blocks) = &facts.rules().blocks else { return Ok(BlockMap { present, trunk: u64::MAX, count: u64::MAX, policy }) };
+        let Some(blocks) = &facts.rules().blocks else {
+            return Ok(BlockMap { present, trunk: u64::MAX, count: u64::MAX, policy });
+        };
         let scope = Bound { facts, vars: &[] };
         let broken = |why: String| facts.fault(why).contradiction();
-        let count = blocks.count.0.size(&scope).map_err(broken)?;
-        let trunk = blocks.trunk.0.size(&scope).map_err(broken)?;
-        let explain = facts.explain(&format!("{} {}", blocks.count.0.text(), blocks.trunk.0.text()));
+        let count = scope.size(&blocks.count).map_err(broken)?;
+        let trunk = scope.size(&blocks.trunk).map_err(broken)?;
+        let explain = scope.explain([&blocks.count.0, &blocks.trunk.0]);
         if count > MOST_BLOCKS || trunk > count {
-            return Err(broken(format!("{trunk} trunk blocks of {count} ({explain})")));
+            let found =
+                format!("{trunk} trunk blocks of {count} ({explain}); at most {MOST_BLOCKS} blocks are possible");
+            return Err(broken(found));
         }
         let missing: Vec<u64> = (0..trunk).filter(|b| !present.contains(b)).collect();
         let mtp: Vec<u64> = (trunk..count).filter(|b| present.contains(b)).collect();
         if !missing.is_empty() && (missing.len() as u64) < trunk {
             return Err(facts
-                .fault(format!("trunk block {} has no tensor ({} of {trunk} blocks are missing)", list(&missing), missing.len()))
+                .fault(format!(
+                    "trunk block {} has no tensor ({} of {trunk} blocks are missing)",
+                    list(&missing),
+                    missing.len()
+                ))
                 .tensor(format!("blk.{}.*", missing[0]))
                 .expected(format!("blocks 0 to {} of the trunk ({explain})", trunk.saturating_sub(1)))
                 .remedy("The file is incomplete: get it again, or all parts of its split set")
@@ -74,8 +83,12 @@ impl BlockMap {
                 .remedy("It is a header, a tokenizer or a part on its own; give the whole model")
                 .missing_tensor());
         }
-        for absent in (trunk..count).filter(|b| !present.contains(b)) {
-            warnings.push(format!("the metadata counts MTP block {absent} ({explain}), but the file holds no tensor of it"));
+        let absent: Vec<u64> = (trunk..count).filter(|b| !present.contains(b)).collect();
+        if !absent.is_empty() {
+            let blocks = list(&absent);
+            warnings.push(format!(
+                "the metadata counts MTP block {blocks} ({explain}), but the file holds no tensor of it"
+            ));
         }
         if !missing.is_empty() {
             warnings.push(format!("the file holds the MTP blocks alone: none of the {trunk} trunk blocks is in it"));
@@ -92,6 +105,16 @@ impl BlockMap {
     /// The blocks of which the file holds a tensor.
     pub fn present(&self) -> impl Iterator<Item = u64> {
         self.present.iter().copied().filter(|b| *b < self.count)
+    }
+
+    /// Number of trunk blocks.
+    pub fn trunk(&self) -> u64 {
+        self.trunk
+    }
+
+    /// Whether a list of this length can have one value per block: of the trunk, or of all.
+    pub fn can_be_listed(&self, length: u64) -> bool {
+        self.trunk == u64::MAX || (self.trunk..=self.count).contains(&length)
     }
 
     /// Whether a block is one of the MTP blocks.
@@ -126,7 +149,7 @@ impl BlockMap {
 fn block_of(name: &str) -> Option<u64> {
     let rest = name.strip_prefix("blk.")?;
     let (number, _) = rest.split_once('.')?;
-    (number.bytes().all(|b| b.is_ascii_digit())).then(|| number.parse().ok())?
+    pattern::number(number)
 }
 
 /// Numbers for a message, the first few of many.

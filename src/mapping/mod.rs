@@ -3,12 +3,15 @@
 mod blocks;
 pub mod expr;
 mod facts;
+mod leftovers;
 mod library;
+mod lint;
 mod pattern;
 mod profile;
 pub mod recipe;
 mod resolve;
 pub mod rules;
+mod sources;
 mod toml_forms;
 
 pub use blocks::MtpPolicy;

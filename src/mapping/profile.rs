@@ -61,8 +61,7 @@ impl Profile {
 
     fn parse(text: Text) -> Result<Self> {
         let at = |e: String| Fault::new(e).file(&text.origin).rules();
-        let rules: ProfileRules =
-            toml::from_str(&text.text).map_err(|e| at(e.to_string().trim_end().to_owned()))?;
+        let rules: ProfileRules = toml::from_str(&text.text).map_err(|e| at(e.to_string().trim_end().to_owned()))?;
         if rules.vocab_pad == 0 || rules.vocab_pad > 1 << 16 {
             return Err(at(format!("vocab_pad = {}; it is a multiple between 1 and 65536", rules.vocab_pad)));
         }
