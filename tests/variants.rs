@@ -7,6 +7,8 @@ mod array;
 mod check;
 #[path = "variants/file.rs"]
 mod file;
+#[path = "common/gguf_writer.rs"]
+mod gguf_writer;
 #[path = "common/golden.rs"]
 mod golden;
 #[path = "variants/toy.rs"]

@@ -24,7 +24,9 @@ impl Family {
     fn new(arch: &'static str) -> Self {
         let mut file = File::default();
         file.set("general.architecture", Kv::Str(arch));
-        let mut set = |key: &str, n: usize| drop(file.set(&format!("{arch}.{key}"), Kv::U32(n as u32)));
+        let mut set = |key: &str, n: usize| {
+            file.set(&format!("{arch}.{key}"), Kv::U32(n as u32));
+        };
         set("block_count", 2);
         set("embedding_length", HIDDEN);
         set("feed_forward_length", INTER);
@@ -98,9 +100,7 @@ fn slice(name: &str, whole: &Array, tp: usize, rank: usize) -> Array {
 /// llama.cpp's permutation: row (head, t, i) of the checkpoint is stored as row (head, i, t).
 fn permute(array: &Array, heads: usize) -> Array {
     let half = array.shape[0] / heads / 2;
-    let rows = (0..heads).flat_map(|h| {
-        (0..half).flat_map(move |i| (0..2).map(move |t| (h * 2 + t) * half + i))
-    });
+    let rows = (0..heads).flat_map(|h| (0..half).flat_map(move |i| (0..2).map(move |t| (h * 2 + t) * half + i)));
     Array::join(&rows.map(|r| array.rows(r..r + 1)).collect::<Vec<_>>())
 }
 
@@ -128,7 +128,8 @@ fn llama_rows_are_unpermuted_per_head_and_kv_heads_repeated() {
         ("k", "kv_heads", KV, r#", unpermute = "kv_heads""#),
         ("v", "kv_heads", KV, ""),
     ] {
-        for (kind, shape) in [("weight", format!(r#"["{heads} * head", "hidden"]"#)), ("bias", format!(r#"["{heads} * head"]"#))]
+        for (kind, shape) in
+            [("weight", format!(r#"["{heads} * head", "hidden"]"#)), ("bias", format!(r#"["{heads} * head"]"#))]
         {
             let name = format!("model.layers.{{layer}}.self_attn.{part}_proj.{kind}");
             let from = format!("{{ gguf = \"blk.{{layer}}.attn_{part}.{kind}\"{unpermute} }}");
@@ -136,7 +137,12 @@ fn llama_rows_are_unpermuted_per_head_and_kv_heads_repeated() {
         }
     }
     let o_proj = r#"{ gguf = "blk.{layer}.attn_output.weight" }"#;
-    f.rule("model.layers.{layer}.self_attn.o_proj.weight", r#"["hidden", "heads * head"]"#, r#"{ row = "heads" }"#, o_proj);
+    f.rule(
+        "model.layers.{layer}.self_attn.o_proj.weight",
+        r#"["hidden", "heads * head"]"#,
+        r#"{ row = "heads" }"#,
+        o_proj,
+    );
     f.file.add("rope_freqs.weight", &Array::new(&[3], vec![1.0, 2.0, 3.0]));
     let made = f.converts();
     assert!(made.ignored()["rope_freqs.weight"].contains("RoPE"));
@@ -306,6 +312,11 @@ fn head_counts_that_differ_from_block_to_block() {
     }
     f.toml = f.toml.replace(r#""attention.head_count" }"#, r#""attention.head_count", per_block = true }"#);
     let from = r#"{ gguf = "blk.{layer}.attn_output.weight" }"#;
-    f.rule("model.layers.{layer}.self_attn.o_proj.weight", r#"["hidden", "heads * head"]"#, r#"{ row = "heads" }"#, from);
+    f.rule(
+        "model.layers.{layer}.self_attn.o_proj.weight",
+        r#"["hidden", "heads * head"]"#,
+        r#"{ row = "heads" }"#,
+        from,
+    );
     f.converts();
 }

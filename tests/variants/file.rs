@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use ggshard::gguf::GgmlType;
+
 use super::array::Array;
+use super::gguf_writer::GgufBuilder;
 
 /// A metadata value.
 #[derive(Clone, Debug)]
@@ -67,10 +70,6 @@ impl File {
         self.tensors.iter_mut().find(|t| t.name == name).unwrap_or_else(|| panic!("no {name}"))
     }
 
-    pub fn has(&self, name: &str) -> bool {
-        self.tensors.iter().any(|t| t.name == name)
-    }
-
     pub fn remove(&mut self, name: &str) -> Tensor {
         let at = self.tensors.iter().position(|t| t.name == name).unwrap_or_else(|| panic!("no {name}"));
         self.tensors.remove(at)
@@ -92,29 +91,15 @@ impl File {
     }
 
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut out = b"GGUF".to_vec();
-        out.extend(3u32.to_le_bytes());
-        out.extend((self.tensors.len() as u64).to_le_bytes());
-        out.extend((self.kv.len() as u64).to_le_bytes());
+        let mut file = GgufBuilder::new();
         for (key, value) in &self.kv {
-            string(&mut out, key);
-            value.write(&mut out);
+            file = value.write(file, key);
         }
-        let mut offset = 0u64;
-        for tensor in &self.tensors {
-            string(&mut out, &tensor.name);
-            out.extend((tensor.shape.len() as u32).to_le_bytes());
-            out.extend(tensor.shape.iter().rev().flat_map(|n| (*n as u64).to_le_bytes()));
-            out.extend(tensor.ty.to_le_bytes());
-            out.extend(offset.to_le_bytes());
-            offset += tensor.data.len().next_multiple_of(32) as u64;
+        for Tensor { name, shape, ty, data } in &self.tensors {
+            let ne: Vec<u64> = shape.iter().rev().map(|n| *n as u64).collect();
+            file = file.tensor(name, GgmlType::from_id(*ty).unwrap(), &ne, data.clone());
         }
-        out.resize(out.len().next_multiple_of(32), 0);
-        for tensor in &self.tensors {
-            out.extend(&tensor.data);
-            out.resize(out.len().next_multiple_of(32), 0);
-        }
-        out
+        file.build()
     }
 
     /// Writes the file into a folder, in `parts` parts as llama-gguf-split names and marks them.
@@ -136,43 +121,23 @@ impl File {
     }
 }
 
-fn string(out: &mut Vec<u8>, text: &str) {
-    out.extend((text.len() as u64).to_le_bytes());
-    out.extend(text.as_bytes());
-}
-
 impl Kv {
-    fn write(&self, out: &mut Vec<u8>) {
-        let mut scalar = |ty: u32, bytes: &[u8]| {
-            out.extend(ty.to_le_bytes());
-            out.extend(bytes);
-        };
+    fn write(&self, file: GgufBuilder, key: &str) -> GgufBuilder {
         match self {
-            Kv::U16(n) => scalar(2, &n.to_le_bytes()),
-            Kv::U32(n) => scalar(4, &n.to_le_bytes()),
-            Kv::I32(n) => scalar(5, &n.to_le_bytes()),
-            Kv::F32(x) => scalar(6, &x.to_le_bytes()),
-            Kv::Bool(b) => scalar(7, &[u8::from(*b)]),
-            Kv::U64(n) => scalar(10, &n.to_le_bytes()),
-            Kv::Str(text) => {
-                scalar(8, &[]);
-                string(out, text);
-            }
-            Kv::U32s(list) => array(out, 4, list.len(), list.iter().flat_map(|n| n.to_le_bytes()).collect()),
-            Kv::F32s(list) => array(out, 6, list.len(), list.iter().flat_map(|n| n.to_le_bytes()).collect()),
-            Kv::Bools(list) => array(out, 7, list.len(), list.iter().map(|b| u8::from(*b)).collect()),
-            Kv::Strs(list) => {
-                let mut elements = Vec::new();
-                list.iter().for_each(|text| string(&mut elements, text));
-                array(out, 8, list.len(), elements);
+            Kv::U16(n) => file.kv(key, 2, &n.to_le_bytes()),
+            Kv::U32(n) => file.kv_u32(key, *n),
+            Kv::I32(n) => file.kv(key, 5, &n.to_le_bytes()),
+            Kv::U64(n) => file.kv(key, 10, &n.to_le_bytes()),
+            Kv::F32(x) => file.kv_f32(key, *x),
+            Kv::Bool(b) => file.kv_bool(key, *b),
+            Kv::Str(text) => file.kv_str(key, text),
+            Kv::U32s(list) => file.kv_u32s(key, list),
+            Kv::Bools(list) => file.kv_bools(key, list),
+            Kv::Strs(list) => file.kv_strs(key, list),
+            Kv::F32s(list) => {
+                let head = [&6u32.to_le_bytes()[..], &(list.len() as u64).to_le_bytes()].concat();
+                file.kv(key, 9, &[head, list.iter().flat_map(|x| x.to_le_bytes()).collect()].concat())
             }
         }
     }
-}
-
-fn array(out: &mut Vec<u8>, ty: u32, count: usize, elements: Vec<u8>) {
-    out.extend(9u32.to_le_bytes());
-    out.extend(ty.to_le_bytes());
-    out.extend((count as u64).to_le_bytes());
-    out.extend(elements);
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use ggshard::error::Error;
 use ggshard::mapping::Mapping;
 
-use super::check::{convert, exact, says, with_mapping};
+use super::check::{convert, exact, refused, says, with_mapping};
 use super::toy::{Dims, Toy};
 
 const HEAD: &str = r#"
@@ -71,7 +71,8 @@ fn two_rules_for_one_source() {
     wrong(&second, &["two rules for one tensor", "blk.{layer}.a", "model.{layer}.a", "model.{layer}.b"]);
     let second = rule("model.b", r#"{ gguf = "blk.2.a" }"#);
     wrong(&second, &["two rules for one tensor", "blk.2.a", "model.{layer}.a", "model.b"]);
-    let twice = rule("b", r#"{ per = 1, parts = [{ gguf = "x", shape = ["hidden"] }, { gguf = "x", shape = ["hidden"] }] }"#);
+    let twice =
+        rule("b", r#"{ per = 1, parts = [{ gguf = "x", shape = ["hidden"] }, { gguf = "x", shape = ["hidden"] }] }"#);
     wrong(&twice, &["'x'", "weight 'b'", "twice"]);
 }
 
@@ -95,7 +96,10 @@ fn names_that_nothing_defines() {
     wrong(&(rule("b", r#"{ gguf = "b" }"#) + "when = \"headz > 1\"\n"), &["headz", "headz > 1", "weight 'b'"]);
     wrong(&(rule("b", r#"{ gguf = "b" }"#) + "when = \"layer > 1\"\n"), &["layer", "weight 'b'"]);
     wrong(&(rule("b", r#"{ gguf = "b" }"#) + "when = \"has('blk.{layer}.x')\"\n"), &["{layer}", "weight 'b'"]);
-    wrong(&rule("b", r#"{ gguf = "b" }"#).replace("\"replicated\"", "{ column = \"headz\" }"), &["headz", "weight 'b'"]);
+    wrong(
+        &rule("b", r#"{ gguf = "b" }"#).replace("\"replicated\"", "{ column = \"headz\" }"),
+        &["headz", "weight 'b'"],
+    );
     wrong(&rule("b", r#"{ gguf = "b", unpermute = "headz" }"#), &["headz", "weight 'b'"]);
     wrong(&rule("b", r#"{ gguf = "b", shape = ["hidden"], rows = [0, "headz"] }"#), &["headz", "weight 'b'"]);
     wrong("[[ignore]]\ngguf = \"x\"\nreason = \"no\"\nwhen = \"headz > 1\"\n", &["headz", "ignore", "'x'"]);
@@ -146,6 +150,25 @@ fn cuts_and_parts_that_do_not_go_together() {
     wrong(&rule("b", r#"{ gguf = "b.*" }"#), &["b.*"]);
     wrong(&(rule("b", r#"{ gguf = "b" }"#) + "group = \"pair\"\n"), &["weight 'b'", "{layer}"]);
     wrong(&rule("b", r#"{ gguf = "b" }"#).replace("[\"hidden\"]", "[]"), &["weight 'b'", "axis"]);
+}
+
+#[test]
+fn rules_that_would_cost_too_much_are_not_read() {
+    wrong(&rule("b", &format!("{{ gguf = \"{}\" }}", "b".repeat(400))), &["400 bytes"]);
+    wrong("[[ignore]]\ngguf = \"b.*.*.*.*.*.*\"\nreason = \"no\"\n", &["variables"]);
+    wrong(&(rule("b", r#"{ gguf = "b" }"#) + &format!("when = \"1{} == 1\"\n", "+1".repeat(500))), &["in a row"]);
+    wrong("[[sidecar]]\nsuffix = \".weight\"\nrole = \"scale\"\nreason = \"no\"\n", &["sidecar", "'.weight'"]);
+    let dims =
+        |n: usize| (0..n).map(|i| format!("d{i} = \"d{} + 1\"\n", i + 1)).collect::<String>() + &format!("d{n} = 1\n");
+    let with = |dims: String| format!("{}{RULE}", HEAD.replace("[loops]", &format!("{dims}[loops]")));
+    wrong_text(&with(dims(2000)), &["2003 dimensions"]);
+    // A chain of dimensions may be written, but not climbed without end.
+    let dir = tempfile::tempdir().unwrap();
+    let text = with(dims(900)).replace("shape = [\"hidden\"]", "shape = [\"d0\"]");
+    load(dir.path(), &text.replace("blk.{layer}.a", "blk.{layer}.attn_norm.weight")).unwrap();
+    let path = dir.path().join("toy.toml");
+    let error = refused(&Toy::new(Dims::v3()).file, &with_mapping(path.to_str().unwrap()));
+    says(&error, "Contradiction", &["expressions away"]);
 }
 
 #[test]

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::check::{refused, says};
 use super::check::exact;
+use super::check::{refused, says};
 use super::file::Kv;
 use super::toy::{Dims, Toy};
 
@@ -67,7 +67,7 @@ fn shapes_are_shown_beside_the_values() {
         ("attention.key_length_mla", "attn_q_b.weight", "[32, 10]"),
         ("attention.value_length_mla", "attn_v_b.weight", "[4, 5, 12]"),
         ("attention.kv_lora_rank", "attn_kv_a_mqa.weight", "[14, 40]"),
-        ("attention.q_lora_rank", "attn_q_a.weight", "[10, 40]"),
+        ("attention.q_lora_rank", "attn_q_b.weight", "[28, 10]"),
         ("rope.dimension_count", "attn_kv_a_mqa.weight", "[14, 40]"),
         ("feed_forward_length", "ffn_gate.weight", "[36, 40]"),
         ("expert_count", "ffn_gate_inp.weight", "[3, 40]"),

@@ -116,6 +116,7 @@ fn an_nvfp4_tensor_is_its_blocks_times_its_scale() {
     let golden = golden::read_folder(&golden::fixtures());
     let blocks = golden.iter().find(|g| g.ty == GgmlType::NVFP4 && g.weights >= 64 * 40).expect("NVFP4 blocks");
     let decoded: Vec<f32> = blocks.expected.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    assert_eq!(decoded.len(), blocks.weights, "{}", blocks.name);
     // [40, 64]: a row is one block of 36 bytes.
     let mut toy = Toy::new(Dims { heads: 4, v_head: 16, ..Dims::v3() });
     let name = "blk.0.attn_output.weight";

@@ -185,7 +185,9 @@ fn checkpoint(d: &Dims) -> Truth {
 fn metadata(d: &Dims) -> File {
     let mut file = File::default();
     file.set("general.architecture", Kv::Str(d.arch));
-    let mut set = |key: &str, value: Kv| drop(file.set(&format!("{}.{key}", d.arch), value));
+    let mut set = |key: &str, value: Kv| {
+        file.set(&format!("{}.{key}", d.arch), value);
+    };
     let n = |n: usize| Kv::U32(n as u32);
     set("block_count", n(d.layers + d.mtp));
     set("context_length", n(4096));
