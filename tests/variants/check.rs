@@ -15,10 +15,13 @@ use super::file::File;
 /// The weights of a checkpoint.
 pub type Truth = BTreeMap<String, Array>;
 
+/// A tensor of the output: dtype, shape, bytes.
+pub type Stored = (String, Vec<usize>, Vec<u8>);
+
 /// What a conversion wrote.
 pub struct Made {
-    /// For each rank its tensors: dtype, shape, bytes.
-    pub ranks: Vec<BTreeMap<String, (String, Vec<usize>, Vec<u8>)>>,
+    /// For each rank its tensors.
+    pub ranks: Vec<BTreeMap<String, Stored>>,
     pub manifest: serde_json::Value,
 }
 
@@ -160,12 +163,7 @@ pub fn converts_by(
 }
 
 #[track_caller]
-fn same(
-    made: &BTreeMap<String, (String, Vec<usize>, Vec<u8>)>,
-    truth: &Truth,
-    place: &str,
-    slice: impl Fn(&str, &Array) -> Array,
-) {
+fn same(made: &BTreeMap<String, Stored>, truth: &Truth, place: &str, slice: impl Fn(&str, &Array) -> Array) {
     let names = |list: Vec<&String>| list.into_iter().cloned().collect::<Vec<_>>();
     assert_eq!(names(made.keys().collect()), names(truth.keys().collect()), "{place}: names");
     for (name, whole) in truth {
