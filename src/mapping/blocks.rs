@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::facts::{Bound, Facts};
+use super::pattern;
 use crate::error::Result;
 
 /// Most blocks that a model may have.
@@ -53,11 +54,13 @@ impl BlockMap {
         };
         let scope = Bound { facts, vars: &[] };
         let broken = |why: String| facts.fault(why).contradiction();
-        let count = blocks.count.0.size(&scope).map_err(broken)?;
-        let trunk = blocks.trunk.0.size(&scope).map_err(broken)?;
-        let explain = facts.explain(&format!("{} {}", blocks.count.0.text(), blocks.trunk.0.text()));
+        let count = scope.size(&blocks.count).map_err(broken)?;
+        let trunk = scope.size(&blocks.trunk).map_err(broken)?;
+        let explain = scope.explain([&blocks.count.0, &blocks.trunk.0]);
         if count > MOST_BLOCKS || trunk > count {
-            return Err(broken(format!("{trunk} trunk blocks of {count} ({explain})")));
+            let found =
+                format!("{trunk} trunk blocks of {count} ({explain}); at most {MOST_BLOCKS} blocks are possible");
+            return Err(broken(found));
         }
         let missing: Vec<u64> = (0..trunk).filter(|b| !present.contains(b)).collect();
         let mtp: Vec<u64> = (trunk..count).filter(|b| present.contains(b)).collect();
@@ -80,9 +83,17 @@ impl BlockMap {
                 .remedy("It is a header, a tokenizer or a part on its own; give the whole model")
                 .missing_tensor());
         }
+<<<<<<< HEAD
         for absent in (trunk..count).filter(|b| !present.contains(b)) {
             warnings.push(format!(
                 "the metadata counts MTP block {absent} ({explain}), but the file holds no tensor of it"
+=======
+        let absent: Vec<u64> = (trunk..count).filter(|b| !present.contains(b)).collect();
+        if !absent.is_empty() {
+            let blocks = list(&absent);
+            warnings.push(format!(
+                "the metadata counts MTP block {blocks} ({explain}), but the file holds no tensor of it"
+>>>>>>> variants
             ));
         }
         if !missing.is_empty() {
@@ -100,6 +111,16 @@ impl BlockMap {
     /// The blocks of which the file holds a tensor.
     pub fn present(&self) -> impl Iterator<Item = u64> {
         self.present.iter().copied().filter(|b| *b < self.count)
+    }
+
+    /// Number of trunk blocks.
+    pub fn trunk(&self) -> u64 {
+        self.trunk
+    }
+
+    /// Whether a list of this length can have one value per block: of the trunk, or of all.
+    pub fn can_be_listed(&self, length: u64) -> bool {
+        self.trunk == u64::MAX || (self.trunk..=self.count).contains(&length)
     }
 
     /// Whether a block is one of the MTP blocks.
@@ -134,7 +155,7 @@ impl BlockMap {
 fn block_of(name: &str) -> Option<u64> {
     let rest = name.strip_prefix("blk.")?;
     let (number, _) = rest.split_once('.')?;
-    (number.bytes().all(|b| b.is_ascii_digit())).then(|| number.parse().ok())?
+    pattern::number(number)
 }
 
 /// Numbers for a message, the first few of many.

@@ -11,7 +11,10 @@
 //! Functions: `has('tensor')`, `key('metadata key')`, `text('metadata key')`, `min(a, b)`, `max(a, b)`. In the argument of `has`,
 //! `{name}` stands for a loop variable and `*` for any run of digits.
 
+use std::collections::BTreeSet;
 use std::fmt;
+
+use super::pattern::Pattern;
 
 /// Longest expression, in bytes, and deepest nesting that is read.
 const MAX_LEN: usize = 2000;
@@ -86,6 +89,24 @@ enum Function {
     Max,
 }
 
+impl Function {
+    /// Whether it can be called with these arguments.
+    fn check(self, args: &[Node]) -> Result<(), String> {
+        let wanted = match self {
+            Function::Has | Function::Key | Function::Text => 1,
+            Function::Min | Function::Max => 2,
+        };
+        if args.len() != wanted {
+            return Err(format!("{} arguments where {wanted} are needed", args.len()));
+        }
+        match self {
+            Function::Has => Pattern::parse(literal(&args[0])?).map(drop),
+            Function::Key | Function::Text => literal(&args[0]).map(drop),
+            Function::Min | Function::Max => Ok(()),
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Op {
     Or,
@@ -124,6 +145,9 @@ impl Expr {
         if parser.at != text.len() {
             return Err(parser.fail("unexpected text"));
         }
+        if depth(&root) > MAX_DEPTH {
+            return Err(format!("more than {MAX_DEPTH} operators in a row in `{text}`"));
+        }
         Ok(Expr { text: text.to_owned(), root })
     }
 
@@ -135,6 +159,13 @@ impl Expr {
     /// The text it was parsed from.
     pub fn text(&self) -> &str {
         &self.text
+    }
+
+    /// The dimensions and loop variables that it asks for, those in the argument of `has` included.
+    pub fn names(&self) -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        collect(&self.root, &mut names);
+        names
     }
 
     /// Evaluates. The error names the expression.
@@ -165,6 +196,38 @@ impl Expr {
             other @ (Value::Int(_) | Value::Text(_)) => {
                 Err(format!("`{}` is {}, not a truth value", self.text, other.kind()))
             }
+<<<<<<< HEAD
+=======
+        }
+    }
+}
+
+/// How deep evaluation will go.
+fn depth(node: &Node) -> usize {
+    1 + match node {
+        Node::Value(_) | Node::Name(_) => 0,
+        Node::Not(a) | Node::Neg(a) => depth(a),
+        Node::Call(_, args) => args.iter().map(depth).max().unwrap_or(0),
+        Node::Binary(_, a, b) => depth(a).max(depth(b)),
+    }
+}
+
+fn collect(node: &Node, names: &mut BTreeSet<String>) {
+    match node {
+        Node::Value(_) => {}
+        Node::Name(name) => drop(names.insert(name.clone())),
+        Node::Not(a) | Node::Neg(a) => collect(a, names),
+        Node::Call(Function::Has, args) => {
+            let pattern = args.first().and_then(|a| literal(a).ok()).and_then(|text| Pattern::parse(text).ok());
+            names.extend(pattern.iter().flat_map(|p| p.variables()).map(str::to_owned));
+        }
+        Node::Call(Function::Key | Function::Text | Function::Min | Function::Max, args) => {
+            args.iter().for_each(|a| collect(a, names));
+        }
+        Node::Binary(_, a, b) => {
+            collect(a, names);
+            collect(b, names);
+>>>>>>> variants
         }
     }
 }
@@ -339,7 +402,9 @@ impl Parser<'_> {
                 "max" => Function::Max,
                 other => return Err(self.fail(&format!("unknown function {other}"))),
             };
-            return Ok(Node::Call(function, self.arguments()?));
+            let args = self.arguments()?;
+            function.check(&args).map_err(|why| self.fail(&format!("{word}: {why}")))?;
+            return Ok(Node::Call(function, args));
         }
         Ok(match word.as_str() {
             "true" => Node::Value(Value::Bool(true)),

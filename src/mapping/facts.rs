@@ -1,13 +1,16 @@
 //! What rules may ask of a file: tensors, metadata, and the dimensions computed from them.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeSet, HashMap};
 
-use super::expr::{Scope, Value};
+use super::expr::{Expr, Scope, Value};
 use super::pattern;
-use super::rules::{DimSource, Rules};
+use super::rules::{DimSource, ExprText, Rules};
 use crate::error::{Fault, Result};
 use crate::gguf::{GgufSet, Value as Field};
+
+/// Longest chain of dimensions that are computed from each other.
+const DEEPEST: usize = 16;
 
 /// A file seen through a mapping's dimensions, which are computed when first asked for.
 pub struct Facts<'a> {
@@ -15,6 +18,8 @@ pub struct Facts<'a> {
     rules: &'a Rules,
     architecture: &'a str,
     dims: RefCell<HashMap<&'a str, Entry>>,
+    /// How many dimensions are being computed, each for the one before.
+    depth: Cell<usize>,
 }
 
 #[derive(Clone)]
@@ -39,6 +44,14 @@ struct Dim {
     origin: String,
 }
 
+/// A dimension that differs from block to block.
+pub struct PerBlock {
+    /// Its values, block 0 first.
+    pub values: Vec<Value>,
+    /// Where they are from.
+    pub origin: String,
+}
+
 #[derive(Debug, Clone, PartialEq)]
 enum DimValue {
     One(Value),
@@ -49,7 +62,7 @@ impl<'a> Facts<'a> {
     /// Binds rules to a file. Only rules that name tensors need to know the architecture.
     pub fn new(set: &'a GgufSet, rules: &'a Rules) -> Result<Self> {
         let architecture = if rules.every_tensor { "" } else { set.architecture()? };
-        Ok(Facts { set, rules, architecture, dims: RefCell::default() })
+        Ok(Facts { set, rules, architecture, dims: RefCell::default(), depth: Cell::new(0) })
     }
 
     /// The file.
@@ -71,33 +84,16 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// A dimension that gives one truth value or number per block, if the file has it.
-    pub fn per_block(&self, name: &str, block: u64) -> Result<Option<Value>> {
+    /// A dimension that gives one value per block, if the file has it.
+    pub fn per_block(&self, name: &str) -> Result<Option<PerBlock>> {
         match self.dim(name) {
-            Ok(Dim { value: DimValue::PerBlock(list), .. }) => {
-                Ok(usize::try_from(block).ok().and_then(|b| list.get(b).cloned()))
+            Ok(Dim { value: DimValue::PerBlock(values), origin }) => Ok(Some(PerBlock { values, origin })),
+            Ok(Dim { value: DimValue::One(value), origin }) => {
+                Err(self.fault(format!("{origin} is {value}; expected one value per block")).contradiction())
             }
-            Ok(Dim { value: DimValue::One(value), .. }) => Ok(Some(value)),
             Err(Absent::NotInFile(_)) => Ok(None),
             Err(Absent::Broken(why)) => Err(self.fault(why).contradiction()),
         }
-    }
-
-    /// The dimensions named in `text` with their values and where those came from, for messages.
-    pub fn explain(&self, text: &str) -> String {
-        let mut seen: Vec<&str> = Vec::new();
-        let mut out = Vec::new();
-        for word in pattern::words(text) {
-            let Some((name, _)) = self.rules.dims.get_key_value(word) else { continue };
-            if seen.contains(&name.as_str()) {
-                continue;
-            }
-            seen.push(name);
-            if let Ok(Dim { value: DimValue::One(value), origin }) = self.dim(name) {
-                out.push(format!("{name} = {value} from {origin}"));
-            }
-        }
-        out.join(", ")
     }
 
     /// Starts a fault that names the file.
@@ -116,8 +112,13 @@ impl<'a> Facts<'a> {
             }
             None => {}
         }
+        if self.depth.get() == DEEPEST {
+            return Err(Absent::Broken(format!("dimension '{name}' is more than {DEEPEST} expressions away")));
+        }
         self.dims.borrow_mut().insert(name, Entry::InProgress);
+        self.depth.set(self.depth.get() + 1);
         let result = self.first_source(name, sources.as_slice());
+        self.depth.set(self.depth.get() - 1);
         self.dims.borrow_mut().insert(name, Entry::Done(result.clone()));
         result
     }
@@ -128,7 +129,12 @@ impl<'a> Facts<'a> {
             match self.source(source) {
                 Err(Absent::NotInFile(what)) => asked.push(what),
                 Err(Absent::Broken(why)) => return Err(Absent::Broken(format!("dimension '{name}': {why}"))),
-                Ok(dim) => return Ok(dim),
+                Ok(mut dim) => {
+                    if let (DimSource::Constant(_), Some(key)) = (source, asked.first()) {
+                        dim.origin = format!("the mapping, for lack of {key}");
+                    }
+                    return Ok(dim);
+                }
             }
         }
         Err(Absent::NotInFile(format!("dimension '{name}' needs {}", asked.join(" or "))))
@@ -141,27 +147,32 @@ impl<'a> Facts<'a> {
             }
             DimSource::Expr(text) => {
                 let expr = &text.0;
-                let value = expr.eval(&Bound { facts: self, vars: &[] }).map_err(|why| {
+                let scope = Bound { facts: self, vars: &[] };
+                let value = expr.eval(&scope).map_err(|why| {
                     // An expression over a dimension that the file lacks is itself not in the file.
-                    match self.missing_name(expr.text()) {
+                    match self.missing_name(expr) {
                         Some(what) => Absent::NotInFile(what),
-                        None => Absent::Broken(why),
+                        None => Absent::Broken(scope.with_reasons(why, expr)),
                     }
                 })?;
+<<<<<<< HEAD
                 let parts = self.explain(expr.text());
                 let origin = if parts.is_empty() {
                     format!("`{}`", expr.text())
                 } else {
                     format!("`{}` ({parts})", expr.text())
                 };
+=======
+                let origin = scope.with_reasons(format!("`{}`", expr.text()), expr);
+>>>>>>> variants
                 Ok(Dim { value: DimValue::One(value), origin })
             }
-            DimSource::Key { key } => {
+            DimSource::Key { key, per_block } => {
                 let keys = key.as_slice();
                 for key in keys {
                     let full = self.full_key(key);
                     if let Some(field) = self.set.metadata().get(&full) {
-                        let value = field_value(&field.value())
+                        let value = field_value(&field.value(), *per_block)
                             .map_err(|found| Absent::Broken(format!("metadata key '{full}' is {found}")))?;
                         return Ok(Dim { value, origin: format!("metadata key '{full}'") });
                     }
@@ -188,8 +199,13 @@ impl<'a> Facts<'a> {
     }
 
     /// The first dimension named in an expression that is not in the file, in words.
+<<<<<<< HEAD
     fn missing_name(&self, text: &str) -> Option<String> {
         pattern::words(text).filter(|word| self.rules.dims.contains_key(*word)).find_map(|word| match self.dim(word) {
+=======
+    fn missing_name(&self, expr: &Expr) -> Option<String> {
+        expr.names().iter().find_map(|name| match self.dim(name) {
+>>>>>>> variants
             Err(Absent::NotInFile(what)) => Some(what),
             Err(Absent::Broken(_)) | Ok(_) => None,
         })
@@ -206,12 +222,16 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// A metadata value as a dimension. An array whose values are all equal is one value.
-fn field_value(field: &Field<'_>) -> Result<DimValue, String> {
+/// A metadata value as a dimension: one value, or an array of them where the mapping expects one per block.
+fn field_value(field: &Field<'_>, per_block: bool) -> Result<DimValue, String> {
+    const MOST: u64 = 1 << 16;
     let scalar = |v: &Field<'_>| -> Result<Value, String> {
         match v {
             Field::Bool(b) => Ok(Value::Bool(*b)),
+<<<<<<< HEAD
             Field::Str(bytes) => Ok(Value::Text(String::from_utf8_lossy(bytes).into_owned())),
+=======
+>>>>>>> variants
             Field::U8(_)
             | Field::I8(_)
             | Field::U16(_)
@@ -219,20 +239,28 @@ fn field_value(field: &Field<'_>) -> Result<DimValue, String> {
             | Field::U32(_)
             | Field::I32(_)
             | Field::U64(_)
+<<<<<<< HEAD
             | Field::I64(_) => v.as_i64().map(Value::Int).map_err(|f| f.found),
             Field::F32(_) | Field::F64(_) | Field::Array(_) => {
                 Err(format!("{}; an integer, a truth value or a text is needed", v.type_name()))
+=======
+            | Field::I64(_) => match v.as_i64() {
+                Ok(n) if n < 0 => Err(format!("{n}; a value that is not negative is needed")),
+                Ok(n) => Ok(Value::Int(n)),
+                Err(mismatch) => Err(mismatch.found),
+            },
+            Field::Str(_) | Field::F32(_) | Field::F64(_) | Field::Array(_) => {
+                Err(format!("{}; an integer or a truth value is needed", v.type_name()))
+>>>>>>> variants
             }
         }
     };
     match field {
-        Field::Array(array) => {
-            const MOST: u64 = 1 << 16;
-            if array.len() > MOST {
-                return Err(format!("an array of {} values; a dimension has one per block", array.len()));
-            }
-            array.iter().map(|v| scalar(&v)).collect::<Result<Vec<_>, _>>().map(DimValue::PerBlock)
+        Field::Array(_) if !per_block => Err(format!("{}; one value is needed", field.type_name())),
+        Field::Array(array) if array.len() > MOST => {
+            Err(format!("an array of {} values; a dimension has one per block", array.len()))
         }
+        Field::Array(array) => array.iter().map(|v| scalar(&v)).collect::<Result<Vec<_>, _>>().map(DimValue::PerBlock),
         one => scalar(one).map(DimValue::One),
     }
 }
@@ -249,6 +277,42 @@ impl Bound<'_, '_> {
     /// The value of a loop variable.
     pub fn var(&self, name: &str) -> Option<u64> {
         self.vars.iter().find(|(n, _)| *n == name).map(|(_, v)| *v)
+    }
+
+    /// Evaluates to a size. The error says where the dimensions come from.
+    pub fn size(&self, expr: &ExprText) -> Result<u64, String> {
+        expr.0.size(self).map_err(|why| self.with_reasons(why, &expr.0))
+    }
+
+    /// Evaluates to a truth value. The error says where the dimensions come from.
+    pub fn truth(&self, expr: &ExprText) -> Result<bool, String> {
+        expr.0.truth(self).map_err(|why| self.with_reasons(why, &expr.0))
+    }
+
+    /// The dimensions of some expressions with their values and where those came from, for messages.
+    pub fn explain<'e>(&self, list: impl IntoIterator<Item = &'e Expr>) -> String {
+        let mut seen = BTreeSet::new();
+        let mut out = Vec::new();
+        for name in list.into_iter().flat_map(Expr::names) {
+            let Ok(Dim { value, origin }) = self.facts.dim(&name) else { continue };
+            if self.var(&name).is_some() || !seen.insert(name.clone()) {
+                continue;
+            }
+            let value = match (value, self.var("layer")) {
+                (DimValue::One(value), _) => Some(value),
+                (DimValue::PerBlock(list), Some(layer)) => list.get(layer as usize).cloned(),
+                (DimValue::PerBlock(_), None) => None,
+            };
+            let value = value.map_or("several values".to_owned(), |v| v.to_string());
+            out.push(format!("{name} = {value} from {origin}"));
+        }
+        out.join(", ")
+    }
+
+    /// A message about an expression, with the dimensions that it is made of.
+    pub fn with_reasons(&self, message: String, expr: &Expr) -> String {
+        let reasons = self.explain([expr]);
+        if reasons.is_empty() { message } else { format!("{message} ({reasons})") }
     }
 }
 
@@ -270,7 +334,8 @@ impl Scope for Bound<'_, '_> {
                     .ok_or_else(|| format!("{} has {} values, none for block {layer}", dim.origin, list.len())),
                 None => match list.split_first() {
                     Some((first, rest)) if rest.iter().all(|v| v == first) => Ok(first.clone()),
-                    Some(_) | None => Err(format!("{} differs from block to block", dim.origin)),
+                    Some(_) => Err(format!("{} differs from block to block", dim.origin)),
+                    None => Err(format!("{} has 0 values", dim.origin)),
                 },
             },
         }

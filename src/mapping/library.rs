@@ -110,7 +110,13 @@ impl Mapping {
                 let fault = Fault::new(format!("more than {DEEPEST} mappings extend each other")).file(&child.origin);
                 return Err(fault.key("extends").rules());
             }
-            texts.push(parent(&name, child)?);
+            let next = parent(&name, child).map_err(|e| extended_by(child, e))?;
+            if texts.contains(&next) {
+                let chain: Vec<&str> = texts.iter().chain([&next]).map(|t| t.origin.as_str()).collect();
+                let found = format!("mappings extend each other in a circle: {}", chain.join(" extends "));
+                return Err(Fault::new(found).file(&child.origin).key("extends").rules());
+            }
+            texts.push(next);
         }
         let at = |e: String| Fault::new(e).file(&texts[0].origin).rules();
         let merged = chain.into_iter().rev().try_fold(None, |base: Option<Rules>, child| match base {
@@ -137,11 +143,19 @@ impl Mapping {
         let facts = Facts::new(set, &self.rules)?;
         let applies = match &matching.when {
             None => true,
-            Some(when) => when.0.truth(&Bound { facts: &facts, vars: &[] }).map_err(|why| {
+            Some(when) => Bound { facts: &facts, vars: &[] }.truth(when).map_err(|why| {
                 facts.fault(why).key(format!("match.when of mapping '{}'", self.rules.name)).contradiction()
             })?,
         };
         Ok(applies.then_some(matching.priority))
+    }
+}
+
+/// An error about a mapping that cannot be extended names the one that asks for it.
+fn extended_by(child: &Text, error: Error) -> Error {
+    match error {
+        Error::Rules(fault) if fault.file.is_none() => fault.file(&child.origin).key("extends").rules(),
+        other => other,
     }
 }
 

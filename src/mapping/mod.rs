@@ -3,13 +3,19 @@
 mod blocks;
 pub mod expr;
 mod facts;
+<<<<<<< HEAD
 pub mod layout;
+=======
+mod leftovers;
+>>>>>>> variants
 mod library;
+mod lint;
 mod pattern;
 mod profile;
 pub mod recipe;
 mod resolve;
 pub mod rules;
+mod sources;
 mod toml_forms;
 
 pub use blocks::MtpPolicy;

@@ -1,5 +1,9 @@
 //! Names with loop variables: `blk.{layer}.ffn_up.{expert}.weight`.
 
+/// Longest pattern, in bytes, and most variables in one: matching tries every way to share digits among them.
+const LONGEST: usize = 300;
+const MOST_VARIABLES: usize = 4;
+
 /// A name in which `{variable}` stands for a loop variable (a run of digits) and `*` for any run of digits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Pattern {
@@ -19,6 +23,12 @@ impl Pattern {
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut tokens: Vec<Token> = Vec::new();
         let mut rest = text;
+        if text.len() > LONGEST {
+            return Err(format!("a name of {} bytes; at most {LONGEST} are read", text.len()));
+        }
+        if text.matches(['{', '*']).count() > MOST_VARIABLES {
+            return Err(format!("more than {MOST_VARIABLES} variables in '{text}'"));
+        }
         while let Some(at) = rest.find(['{', '}', '*']) {
             if at > 0 {
                 tokens.push(Token::Literal(rest[..at].to_owned()));
@@ -87,8 +97,24 @@ impl Pattern {
         capture(&self.tokens, name, &mut values).then_some(values)
     }
 
+    /// Whether the literal text before the first variable, or after the last, already tells the patterns apart.
+    fn ends_differ(&self, other: &Pattern) -> bool {
+        fn text(token: Option<&Token>) -> &[u8] {
+            match token {
+                Some(Token::Literal(text)) => text.as_bytes(),
+                Some(Token::Variable(_) | Token::AnyDigits) | None => &[],
+            }
+        }
+        let (a, b) = (text(self.tokens.first()), text(other.tokens.first()));
+        let (x, y) = (text(self.tokens.last()), text(other.tokens.last()));
+        a.iter().zip(b).any(|(a, b)| a != b) || x.iter().rev().zip(y.iter().rev()).any(|(x, y)| x != y)
+    }
+
     /// Whether some name fits both patterns, each variable and `*` standing for one or more digits.
     pub fn overlaps(&self, other: &Pattern) -> bool {
+        if self.ends_differ(other) {
+            return false;
+        }
         let symbols = |p: &Pattern| -> Vec<Option<u8>> {
             p.tokens
                 .iter()
@@ -119,6 +145,12 @@ impl Pattern {
     }
 }
 
+/// The number that a run of digits is, if it is written as numbers are: `7`, not `007`.
+pub fn number(digits: &str) -> Option<u64> {
+    let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+    (plain && (digits == "0" || !digits.starts_with('0'))).then(|| digits.parse().ok())?
+}
+
 fn capture(tokens: &[Token], name: &str, values: &mut Vec<(String, u64)>) -> bool {
     let Some((first, rest)) = tokens.split_first() else { return name.is_empty() };
     let digits = || name.bytes().take_while(u8::is_ascii_digit).count();
@@ -126,7 +158,7 @@ fn capture(tokens: &[Token], name: &str, values: &mut Vec<(String, u64)>) -> boo
         Token::Literal(text) => name.strip_prefix(text.as_str()).is_some_and(|tail| capture(rest, tail, values)),
         Token::AnyDigits => (1..=digits()).rev().any(|n| capture(rest, &name[n..], values)),
         Token::Variable(variable) => (1..=digits()).rev().any(|n| {
-            let Ok(value) = name[..n].parse::<u64>() else { return false };
+            let Some(value) = number(&name[..n]) else { return false };
             if values.iter().any(|(v, old)| v == variable && *old != value) {
                 return false;
             }
@@ -139,11 +171,6 @@ fn capture(tokens: &[Token], name: &str, values: &mut Vec<(String, u64)>) -> boo
             fits
         }),
     }
-}
-
-/// The words of an expression's text: runs of letters, digits and `_`.
-pub fn words(text: &str) -> impl Iterator<Item = &str> {
-    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|w| !w.is_empty())
 }
 
 /// Whether `name` fits `pattern`, in which `*` stands for one or more digits.
@@ -196,6 +223,8 @@ mod tests {
         assert_eq!(p.fill(|v| (v == "layer").then_some(3)), None);
         assert_eq!(p.capture("m.3.e.17"), Some(vec![("layer".into(), 3), ("expert".into(), 17)]));
         assert_eq!(p.capture("m.3.e."), None);
+        assert_eq!(p.capture("m.03.e.17"), None);
+        assert_eq!(p.capture("m.0.e.0"), Some(vec![("layer".into(), 0), ("expert".into(), 0)]));
         assert_eq!(Pattern::parse("{a}.{a}").unwrap().capture("1.2"), None);
         assert!(Pattern::parse("a{").is_err() && Pattern::parse("a}").is_err() && Pattern::parse("a{b c}").is_err());
     }

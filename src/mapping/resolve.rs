@@ -1,17 +1,18 @@
 //! Rules meet a file: which weights it holds, where each comes from, and that nothing is left over.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::blocks::{BlockMap, MtpPolicy};
-use super::facts::{Bound, Facts};
+use super::expr::Value;
+use super::facts::{Bound, Facts, PerBlock};
 use super::recipe::{Cut, Matrix, Part, Recipe, ValueOp, Weight};
-use super::rules::{CutKind, CutRule, ExprText, From, Group, OneOrMany, Rules, SidecarRole, Source, WeightRule};
-use super::{Ignored, Mapping, Model, pattern};
+use super::rules::{CutKind, Group, Rules, WeightRule};
+use super::{Mapping, Model};
 use crate::error::{Error, Result};
-use crate::gguf::{GgmlType, GgufSet};
+use crate::gguf::GgufSet;
 
 /// Most weights that a model may have; GLM-5 and Kimi-K2 have about 60,000 and 70,000.
-const MOST_WEIGHTS: usize = 1 << 22;
+const MOST_WEIGHTS: usize = 1 << 20;
 /// Most rounds of one loop.
 const MOST_ROUNDS: u64 = 1 << 20;
 
@@ -25,7 +26,7 @@ pub fn resolve(mapping: &Mapping, set: &GgufSet, mtp: MtpPolicy) -> Result<Model
         rules,
         facts: &facts,
         blocks: BlockMap::default(),
-        used: vec![false; set.tensors().len()],
+        uses: vec![Use::default(); set.tensors().len()],
         weights: Vec::new(),
         warnings: Vec::new(),
         group_seen: BTreeMap::new(),
@@ -50,23 +51,33 @@ pub fn resolve(mapping: &Mapping, set: &GgufSet, mtp: MtpPolicy) -> Result<Model
     })
 }
 
-struct Resolver<'a> {
-    set: &'a GgufSet,
-    rules: &'a Rules,
-    facts: &'a Facts<'a>,
-    blocks: BlockMap,
-    used: Vec<bool>,
+pub(super) struct Resolver<'a> {
+    pub(super) set: &'a GgufSet,
+    pub(super) rules: &'a Rules,
+    pub(super) facts: &'a Facts<'a>,
+    pub(super) blocks: BlockMap,
+    /// What weights take of each source tensor.
+    pub(super) uses: Vec<Use>,
     weights: Vec<Weight>,
     warnings: Vec<String>,
     /// For each group that some block could have: whether one has it.
     group_seen: BTreeMap<&'a str, bool>,
 }
 
+/// What weights take of a source tensor.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Use {
+    /// Whether some weight takes anything.
+    pub(super) used: bool,
+    /// Elements taken by all weights together.
+    pub(super) elements: u64,
+}
+
 /// Loop variables and their values.
-type Vars<'v> = Vec<(&'v str, u64)>;
+pub(super) type Vars<'v> = Vec<(&'v str, u64)>;
 
 /// A rule's answer for one round of its loops.
-enum Found {
+pub(super) enum Found {
     /// The weight, and how it changes with each loop variable that only unstacks.
     Weight(Weight, Vec<Step>),
     /// The model has no such weight.
@@ -75,11 +86,21 @@ enum Found {
     Absent(String),
 }
 
+/// How a rule gives its weights in the rounds of an inner loop.
+enum Template {
+    /// It is resolved anew in each round.
+    EachRound,
+    /// It gives none.
+    Nothing,
+    /// The weight of round 0, and how it moves from round to round.
+    Stepped(Weight, Vec<Step>),
+}
+
 /// How a part moves when an unstacking loop variable advances by one.
-struct Step {
-    part: usize,
-    start: u64,
-    scale: u64,
+pub(super) struct Step {
+    pub(super) part: usize,
+    pub(super) start: u64,
+    pub(super) scale: u64,
 }
 
 impl<'a> Resolver<'a> {
@@ -96,7 +117,7 @@ impl<'a> Resolver<'a> {
                 unpermute: None,
                 op: ValueOp::default(),
             };
-            self.used[index] = true;
+            self.uses[index] = Use { used: true, elements: tensor.elements() };
             self.weights.push(Weight {
                 name: tensor.name.clone(),
                 shape,
@@ -113,19 +134,21 @@ impl<'a> Resolver<'a> {
     /// The mapping's own conditions.
     fn check(&self) -> Result<()> {
         for check in &self.rules.checks {
-            let text = check.that.0.text();
-            let per_block = pattern::words(text).any(|w| w == "layer");
-            let rounds: Vec<Vars> =
-                if per_block { self.blocks.present().map(|b| vec![("layer", b)]).collect() } else { vec![Vec::new()] };
+            let rounds: Vec<Vars> = if check.that.0.names().contains("layer") {
+                self.blocks.present().map(|b| vec![("layer", b)]).collect()
+            } else {
+                vec![Vec::new()]
+            };
             for vars in &rounds {
+                let scope = Bound { facts: self.facts, vars };
                 let broken = |why: String| self.facts.fault(why).contradiction();
-                if !check.that.0.truth(&Bound { facts: self.facts, vars }).map_err(broken)? {
+                if !scope.truth(&check.that).map_err(broken)? {
                     let place = value(vars, "layer").map(|b| format!("block {b}: ")).unwrap_or_default();
-                    let because = self.facts.explain(text);
+                    let found = scope.with_reasons(format!("{place}{}", check.otherwise), &check.that.0);
                     return Err(self
                         .facts
-                        .fault(format!("{place}{} ({because})", check.otherwise))
-                        .expected(format!("`{text}`"))
+                        .fault(found)
+                        .expected(format!("`{}`", check.that.0.text()))
                         .remedy("Metadata and tensors contradict each other; convert the original checkpoint again")
                         .contradiction());
                 }
@@ -188,7 +211,7 @@ impl<'a> Resolver<'a> {
             Found::Weight(weight, _) => self.push(weight),
             Found::NotApplicable => Ok(()),
             Found::Absent(_) if rule.optional => {
-                self.warnings.extend(rule.if_absent.clone());
+                self.warn_of_absence(rule);
                 Ok(())
             }
             Found::Absent(needs) => Err(self.missing(rule, vars, &needs)),
@@ -199,28 +222,34 @@ impl<'a> Resolver<'a> {
     /// unstacks by the variable is resolved once and then stepped.
     fn emit_loop(&mut self, run: &[&'a WeightRule], base: &[(&str, u64)], variable: &str) -> Result<()> {
         let at = |round: u64| -> Vars { base.iter().copied().chain([(variable, round)]).collect() };
-        let mut stepped: Vec<Option<Option<(Weight, Vec<Step>)>>> = Vec::new();
+        let mut templates: Vec<Template> = Vec::new();
+        if matches!(self.rounds(variable, base), Ok(0)) {
+            return Ok(());
+        }
         for rule in run {
-            stepped.push(if depends_on(rule, variable) {
-                None
+            templates.push(if rule.depends_on(variable) {
+                Template::EachRound
             } else {
                 match self.find(rule, &at(0))? {
-                    Found::Weight(weight, steps) => Some(Some((weight, steps))),
-                    Found::NotApplicable => Some(None),
-                    Found::Absent(_) if rule.optional => Some(None),
+                    Found::Weight(weight, steps) => Template::Stepped(weight, steps),
+                    Found::NotApplicable => Template::Nothing,
+                    Found::Absent(_) if rule.optional => {
+                        self.warn_of_absence(rule);
+                        Template::Nothing
+                    }
                     Found::Absent(needs) => return Err(self.missing(rule, &at(0), &needs)),
                 }
             });
         }
-        if stepped.iter().all(|s| matches!(s, Some(None))) {
+        if templates.iter().all(|t| matches!(t, Template::Nothing)) {
             return Ok(());
         }
         for round in 0..self.rounds(variable, base)? {
-            for (rule, template) in run.iter().zip(&stepped) {
+            for (rule, template) in run.iter().zip(&templates) {
                 match template {
-                    None => self.emit_one(rule, &at(round))?,
-                    Some(None) => {}
-                    Some(Some((weight, steps))) => {
+                    Template::EachRound => self.emit_one(rule, &at(round))?,
+                    Template::Nothing => {}
+                    Template::Stepped(weight, steps) => {
                         let mut weight = weight.clone();
                         weight.name = rule.name.0.fill(|v| value(&at(round), v)).unwrap_or_default();
                         for step in steps {
@@ -238,6 +267,14 @@ impl<'a> Resolver<'a> {
         Ok(())
     }
 
+    /// Says once what the absence of an optional weight means.
+    fn warn_of_absence(&mut self, rule: &WeightRule) {
+        let said = |text: &&String| !self.warnings.contains(text);
+        if let Some(text) = rule.if_absent.as_ref().filter(said) {
+            self.warnings.push(text.clone());
+        }
+    }
+
     fn push(&mut self, weight: Weight) -> Result<()> {
         if self.weights.len() >= MOST_WEIGHTS {
             let found = format!("more than {MOST_WEIGHTS} weights");
@@ -245,9 +282,12 @@ impl<'a> Resolver<'a> {
             return Err(fault.contradiction());
         }
         for part in &weight.recipe.parts {
-            self.used[part.source as usize] = true;
+            let source = &mut self.uses[part.source as usize];
+            source.used = true;
+            source.elements = source.elements.saturating_add(part.elements(weight.recipe.units));
             if let Some((scale, _)) = part.op.scale {
-                self.used[scale as usize] = true;
+                let elements = self.set.tensors()[scale as usize].elements();
+                self.uses[scale as usize] = Use { used: true, elements };
             }
         }
         self.weights.push(weight);
@@ -302,16 +342,25 @@ impl<'a> Resolver<'a> {
 
     fn check_declared(&self, group: &str, layer: u64, present: bool, example: Option<&String>) -> Result<()> {
         let Some(Group { declared: Some(dim), .. }) = self.rules.groups.get(group) else { return Ok(()) };
-        let Some(declared) = self.facts.per_block(dim, layer)? else { return Ok(()) };
-        if declared == super::expr::Value::Bool(present) {
+        let Some(PerBlock { values, origin }) = self.facts.per_block(dim)? else { return Ok(()) };
+        if !self.blocks.can_be_listed(values.len() as u64) {
+            let (trunk, found) = (self.blocks.trunk(), values.len());
+            return Err(self
+                .facts
+                .fault(format!("{origin} has {found} values for {trunk} trunk blocks"))
+                .expected("one value per block")
+                .contradiction());
+        }
+        let Some(declared) = values.get(layer as usize) else { return Ok(()) };
+        if *declared == Value::Bool(present) {
             return Ok(());
         }
-        let has = if present { "has" } else { "has not" };
+        let has = if present { "has" } else { "lacks" };
         Err(self
             .facts
-            .fault(format!("metadata says {declared} for block {layer} in '{dim}', but block {layer} {has} the tensors of group '{group}'"))
+            .fault(format!("{origin} says {declared} for block {layer}, but the block {has} the tensors of group '{group}'"))
             .tensor(example.cloned().unwrap_or_default())
-            .expected("metadata and tensors to agree on which blocks have the group")
+            .expected("true for blocks that have the tensors, false for others")
             .remedy("The file contradicts itself: convert the original checkpoint again, or remove the metadata key to go by the tensors")
             .contradiction())
     }
@@ -327,12 +376,14 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    fn rounds(&self, variable: &str, vars: &[(&str, u64)]) -> Result<u64> {
-        let broken = |why: String| self.facts.fault(why).key(format!("loops.{variable}")).contradiction();
+    pub(super) fn rounds(&self, variable: &str, vars: &[(&str, u64)]) -> Result<u64> {
+        let broken = |why: String| self.facts.fault(why).contradiction();
         let count = self.rules.loops.get(variable).ok_or_else(|| broken(format!("'{variable}' is no loop")))?;
-        let n = count.0.size(&Bound { facts: self.facts, vars }).map_err(broken)?;
+        let scope = Bound { facts: self.facts, vars };
+        let n = scope.size(count).map_err(broken)?;
         if n > MOST_ROUNDS {
-            return Err(broken(format!("{n} rounds of loop '{variable}'; at most {MOST_ROUNDS} are possible")));
+            let found = format!("{n} rounds of loop '{variable}'; at most {MOST_ROUNDS} are possible");
+            return Err(broken(scope.with_reasons(found, &count.0)));
         }
         Ok(n)
     }
@@ -340,329 +391,17 @@ impl<'a> Resolver<'a> {
     fn missing(&self, rule: &WeightRule, vars: &[(&str, u64)], needs: &str) -> Error {
         let name = rule.name.0.fill(|v| value(vars, v)).unwrap_or_else(|| rule.name.0.text().to_owned());
         let block = value(vars, "layer").map(|l| format!(" of block {l}")).unwrap_or_default();
+        let scope = Bound { facts: self.facts, vars };
+        let when = rule.when.as_ref().map(|when| scope.with_reasons(format!(", because `{}`", when.0.text()), &when.0));
         self.facts
             .fault(format!("weight '{name}'{block} has no source: the file lacks {needs}"))
             .tensor(needs.split([' ', ',']).next().unwrap_or_default())
-            .expected(format!("every weight that mapping '{}' requires", self.rules.name))
+            .expected(format!("every weight that mapping '{}' requires{}", self.rules.name, when.unwrap_or_default()))
             .remedy("The file is incomplete or belongs to another model class; choose one with --mapping")
             .missing_tensor()
     }
-
-    fn find(&self, rule: &'a WeightRule, vars: &[(&str, u64)]) -> Result<Found> {
-        let scope = Bound { facts: self.facts, vars };
-        let name = rule.name.0.fill(|v| scope.var(v)).unwrap_or_default();
-        let broken = |why: String| self.facts.fault(why).tensor(name.clone()).contradiction();
-        if let Some(when) = &rule.when
-            && !when.0.truth(&scope).map_err(broken)?
-        {
-            return Ok(Found::NotApplicable);
-        }
-        let mut lacking: Vec<String> = Vec::new();
-        for from in rule.from.as_slice() {
-            let sources: &[Source] = match from {
-                From::One(source) => std::slice::from_ref(source),
-                From::Interleaved(interleaved) => &interleaved.parts,
-            };
-            let names: Vec<String> =
-                sources.iter().map(|s| s.gguf.0.fill(|v| scope.var(v)).unwrap_or_default()).collect();
-            let found: Vec<Option<usize>> = names.iter().map(|n| self.set.find(n)).collect();
-            if let Some(found) = found.iter().copied().collect::<Option<Vec<usize>>>() {
-                let (weight, steps) = self.build(rule, &name, &scope, from, &found)?;
-                return Ok(Found::Weight(weight, steps));
-            }
-            let gone: Vec<&str> =
-                names.iter().zip(&found).filter(|(_, f)| f.is_none()).map(|(n, _)| n.as_str()).collect();
-            lacking.push(gone.join(" and "));
-        }
-        Ok(Found::Absent(lacking.join(", or ")))
-    }
-
-    fn sizes(&self, list: &[ExprText], scope: &Bound<'_, '_>, name: &str) -> Result<Vec<u64>> {
-        let sizes: Result<Vec<u64>, String> = list.iter().map(|e| e.0.size(scope)).collect();
-        sizes.map_err(|why| self.facts.fault(why).tensor(name).contradiction())
-    }
-
-    fn build(
-        &self,
-        rule: &WeightRule,
-        name: &str,
-        scope: &Bound<'_, '_>,
-        from: &From,
-        found: &[usize],
-    ) -> Result<(Weight, Vec<Step>)> {
-        let broken = |why: String| self.facts.fault(why).tensor(name).contradiction();
-        let shape = self.sizes(&rule.shape, scope, name)?;
-        let elements = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
-        elements.ok_or_else(|| broken(format!("shape {shape:?} has too many elements")))?;
-        let matrix = Matrix::of(&shape);
-        let (units, sources) = match from {
-            From::One(source) => (1, std::slice::from_ref(source)),
-            From::Interleaved(i) => (i.per.0.size(scope).map_err(broken)?, i.parts.as_slice()),
-        };
-        if units == 0 {
-            return Err(broken("interleaved by 0 units".into()));
-        }
-        let mut parts = Vec::new();
-        let mut steps = Vec::new();
-        for (source, &index) in sources.iter().zip(found) {
-            let (part, step) = self.part(source, index, scope, &rule.shape, matrix, units)?;
-            if let Some((start, scale)) = step {
-                steps.push(Step { part: parts.len(), start, scale });
-            }
-            parts.push(part);
-        }
-        let rows: u64 = parts.iter().map(|p| p.rows).sum::<u64>() * units;
-        if rows != matrix.rows {
-            let expected = format!("{} ({})", matrix.rows, self.explain(&rule.shape));
-            return Err(broken(format!("its sources give {rows} rows; expected {expected}")));
-        }
-        let block = scope.var("layer");
-        let weight = Weight {
-            name: name.to_owned(),
-            cut: self.cut(&rule.cut, scope).map_err(broken)?,
-            shape,
-            pinned: rule.dtype,
-            recipe: Recipe { units, parts },
-            block,
-            mtp: block.is_some_and(|b| self.blocks.is_mtp(b)),
-        };
-        Ok((weight, steps))
-    }
-
-    fn cut(&self, rule: &CutRule, scope: &Bound<'_, '_>) -> Result<Cut, String> {
-        Ok(match rule {
-            CutRule::Plain(kind) => Cut { kind: *kind, units: None, repeat: false },
-            CutRule::Units(cut) => {
-                let (kind, units) = match (&cut.column, &cut.row) {
-                    (Some(units), _) => (CutKind::Column, units),
-                    (None, Some(units)) => (CutKind::Row, units),
-                    (None, None) => return Err("a cut without units".into()),
-                };
-                Cut { kind, units: Some(units.0.size(scope)?), repeat: cut.repeat }
-            }
-        })
-    }
-
-    /// One source of a weight: its shape is compared with what the rule says, then the taken elements are located.
-    /// The second value says how far an unstacked part and its scale move per round.
-    fn part(
-        &self,
-        source: &Source,
-        index: usize,
-        scope: &Bound<'_, '_>,
-        weight_shape: &[ExprText],
-        weight: Matrix,
-        units: u64,
-    ) -> Result<(Part, Option<(u64, u64)>)> {
-        let tensor = &self.set.tensors()[index];
-        let name = tensor.name.as_str();
-        let broken = |why: String| self.facts.fault(why).tensor(name).contradiction();
-        let inner = source.shape.as_deref().unwrap_or(weight_shape);
-        let inner_shape = self.sizes(inner, scope, name)?;
-        let mut expected = inner_shape.clone();
-        let mut slices = 1;
-        if let Some(variable) = &source.unstack {
-            slices = self.rounds(variable, scope.vars)?;
-            expected.insert(0, slices);
-        }
-        let actual = tensor.shape();
-        let merged = || match expected.split_last() {
-            Some((last, lead)) => {
-                let rows = lead.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
-                source.reshape && rows.is_some_and(|rows| actual == [rows, *last])
-            }
-            None => false,
-        };
-        let agree = without_leading_ones(&actual) == without_leading_ones(&expected) || merged();
-        if !agree {
-            let count = source.unstack.as_ref().and_then(|v| self.rules.loops.get(v));
-            let axes: Vec<&str> = count.into_iter().chain(inner).map(|e| e.0.text()).collect();
-            let explained: Vec<ExprText> = count.into_iter().chain(inner).cloned().collect();
-            let because = self.explain(&explained);
-            let because = if because.is_empty() { String::new() } else { format!(", where {because}") };
-            return Err(self
-                .facts
-                .fault(format!("its shape is {actual:?}"))
-                .tensor(name)
-                .expected(format!("{expected:?}, that is [{}]{because}", axes.join(", ")))
-                .remedy(format!("Metadata and tensors disagree, or mapping '{}' is not for this file", self.rules.name))
-                .contradiction());
-        }
-        let slice = tensor.elements().checked_div(slices).unwrap_or(0);
-        let round = source.unstack.as_deref().and_then(|v| scope.var(v)).unwrap_or(0);
-        let taken = Matrix::of(&inner_shape);
-        let (first, elements) = match &source.rows {
-            None => (0, slice),
-            Some([first, count]) => {
-                let first = first.0.size(scope).map_err(broken)?;
-                let count = count.0.size(scope).map_err(broken)?;
-                if first.checked_add(count).is_none_or(|end| end > taken.rows) {
-                    return Err(broken(format!("rows {first}..+{count} of {} are taken", taken.rows)));
-                }
-                (first * taken.cols, count * taken.cols)
-            }
-        };
-        let per_unit = units.checked_mul(weight.cols).filter(|n| *n > 0 && elements % n == 0);
-        let rows = match per_unit {
-            Some(n) => elements / n,
-            None if elements == 0 => 0,
-            None => {
-                return Err(broken(format!(
-                    "{elements} elements do not make {units} units of rows of {}",
-                    weight.cols
-                )));
-            }
-        };
-        let fits = if source.transpose { taken.cols == rows } else { taken.cols == weight.cols || rows == 0 };
-        if !fits {
-            return Err(broken(format!(
-                "its rows of {} elements do not fit the weight's of {}",
-                taken.cols, weight.cols
-            )));
-        }
-        let unpermute = source.unpermute.as_ref().map(|heads| heads.0.size(scope)).transpose().map_err(broken)?;
-        if let Some(heads) = unpermute
-            && (heads == 0 || rows % (2 * heads) != 0)
-        {
-            return Err(broken(format!("{rows} rows are not {heads} heads of an even number of rows")));
-        }
-        let scale = self.scale(name, source.unstack.is_some().then_some(slices))?;
-        let step = source.unstack.as_ref().map(|_| (slice, u64::from(scale.is_some_and(|(_, per_slice)| per_slice))));
-        let part = Part {
-            source: index as u32,
-            start: slice * round + first,
-            rows,
-            cols: weight.cols,
-            transpose: source.transpose,
-            unpermute,
-            op: ValueOp {
-                scale: scale.map(|(index, per_slice)| (index, if per_slice { round } else { 0 })),
-                add: source.add,
-            },
-        };
-        Ok((part, step))
-    }
-
-    /// The scale sidecar of a tensor, and whether it has one value per slice.
-    fn scale(&self, owner: &str, slices: Option<u64>) -> Result<Option<(u32, bool)>> {
-        for sidecar in self.rules.sidecars.iter().filter(|s| s.role == SidecarRole::Scale) {
-            let Some(stem) = owner.strip_suffix(".weight") else { continue };
-            let Some(index) = self.set.find(&format!("{stem}{}", sidecar.suffix)) else { continue };
-            let tensor = &self.set.tensors()[index];
-            let n = tensor.elements();
-            let per_slice = n != 1 && slices == Some(n);
-            if tensor.ty != GgmlType::F32 || (n != 1 && !per_slice) {
-                let wanted = slices.filter(|s| *s != 1).map(|s| format!(" or {s}")).unwrap_or_default();
-                return Err(self
-                    .facts
-                    .fault(format!("a scale of {n} {} values", tensor.ty))
-                    .tensor(&tensor.name)
-                    .expected(format!("1{wanted} F32 values, which multiply '{owner}'"))
-                    .contradiction());
-            }
-            return Ok(Some((index as u32, per_slice)));
-        }
-        Ok(None)
-    }
-
-    /// Where the dimensions of some expressions come from.
-    fn explain(&self, list: &[ExprText]) -> String {
-        let text: Vec<&str> = list.iter().map(|e| e.0.text()).collect();
-        self.facts.explain(&text.join(" "))
-    }
-
-    /// Every tensor that no weight uses must be ignored by a rule.
-    fn leftovers(&self) -> Result<Vec<Ignored>> {
-        let mut ignored: HashMap<usize, String> = HashMap::new();
-        let mut unknown: Vec<&str> = Vec::new();
-        for (index, tensor) in self.set.tensors().iter().enumerate() {
-            if self.used[index] {
-                continue;
-            }
-            match self.reason(&tensor.name)? {
-                Some(reason) => drop(ignored.insert(index, reason)),
-                None => unknown.push(&tensor.name),
-            }
-        }
-        if let Some(first) = unknown.first() {
-            let total = self.set.tensors().len();
-            let shown: Vec<&str> = unknown.iter().take(8).copied().collect();
-            let more = unknown.len() - shown.len();
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            return Err(self
-                .facts
-                .fault(format!(
-                    "{} of {total} tensors have no rule in mapping '{}': {}{more}",
-                    unknown.len(),
-                    self.rules.name,
-                    shown.join(", ")
-                ))
-                .tensor(*first)
-                .expected("every tensor to be used by a weight or ignored by a rule with a reason")
-                .remedy("Add rules to a copy of the mapping (docs/add-a-model.md) and give it with --mapping")
-                .unknown_tensor());
-        }
-        let mut ignored: Vec<(usize, String)> = ignored.into_iter().collect();
-        ignored.sort();
-        Ok(ignored.into_iter().map(|(source, reason)| Ignored { source: source as u32, reason }).collect())
-    }
-
-    fn reason(&self, name: &str) -> Result<Option<String>> {
-        if let Some(reason) = self.blocks.unwanted_reason(name) {
-            return Ok(Some(reason));
-        }
-        for rule in &self.rules.ignores {
-            let Some(vars) = rule.gguf.0.capture(name) else { continue };
-            let vars: Vars = vars.iter().map(|(n, v)| (n.as_str(), *v)).collect();
-            let broken = |why: String| self.facts.fault(why).tensor(name).contradiction();
-            let applies = match &rule.when {
-                None => true,
-                Some(when) => when.0.truth(&Bound { facts: self.facts, vars: &vars }).map_err(broken)?,
-            };
-            if applies {
-                return Ok(Some(rule.reason.clone()));
-            }
-        }
-        for sidecar in &self.rules.sidecars {
-            let Some(stem) = name.strip_suffix(sidecar.suffix.as_str()) else { continue };
-            let Some(owner) = self.set.find(&format!("{stem}.weight")) else { continue };
-            match sidecar.role {
-                SidecarRole::Ignore => return Ok(Some(sidecar.reason.clone())),
-                // A scale whose owner is no weight goes the owner's way.
-                SidecarRole::Scale if !self.used[owner] => return self.reason(&self.set.tensors()[owner].name),
-                SidecarRole::Scale => {}
-            }
-        }
-        Ok(None)
-    }
 }
 
-fn value(vars: &[(&str, u64)], name: &str) -> Option<u64> {
+pub(super) fn value(vars: &[(&str, u64)], name: &str) -> Option<u64> {
     vars.iter().find(|(n, _)| *n == name).map(|(_, v)| *v)
-}
-
-/// Whether a rule's outcome depends on a loop variable other than by unstacking and in its name.
-fn depends_on(rule: &WeightRule, variable: &str) -> bool {
-    let expr = |e: &ExprText| pattern::words(e.0.text()).any(|w| w == variable);
-    let source = |s: &Source| {
-        s.gguf.0.variables().contains(&variable)
-            || s.shape.iter().flatten().any(expr)
-            || s.rows.iter().flatten().any(expr)
-            || s.unpermute.iter().any(expr)
-    };
-    let from = |f: &From| match f {
-        From::One(s) => source(s),
-        From::Interleaved(i) => expr(&i.per) || i.parts.iter().any(source),
-    };
-    let cut = match &rule.cut {
-        CutRule::Plain(_) => false,
-        CutRule::Units(units) => units.column.iter().chain(&units.row).any(expr),
-    };
-    cut || rule.when.iter().any(expr) || rule.shape.iter().any(expr) || OneOrMany::as_slice(&rule.from).iter().any(from)
-}
-
-/// llama-quantize writes the shortest shape; a stored axis of 1 in front does not count.
-fn without_leading_ones(shape: &[u64]) -> &[u64] {
-    let ones = shape.iter().take_while(|d| **d == 1).count();
-    &shape[ones..]
 }

@@ -106,10 +106,12 @@ pub enum DimSource {
     /// An expression over other dimensions and the file.
     Expr(ExprText),
     /// A metadata key, or the first present of several. `{architecture}.` is implied unless the key begins with
-    /// `general.` or `tokenizer.`. An array of integers or truth values gives one value per block.
+    /// `general.` or `tokenizer.`.
     Key {
         /// The keys in order of preference.
         key: OneOrMany<String>,
+        /// The value may be an array of integers or truth values, one per block.
+        per_block: bool,
     },
     /// An axis of a tensor (row-major, 0 is the slowest), the first tensor that fits `of`.
     Axis {
@@ -331,7 +333,16 @@ pub struct IgnoreRule {
 impl Rules {
     /// Parses one file's text; `extends` is not followed here.
     pub fn parse(text: &str) -> Result<Self, String> {
-        toml::from_str(text).map_err(|e| e.to_string().trim_end().to_owned())
+        toml::from_str(text).map_err(|e| {
+            let (shown, at) = (e.to_string(), e.span().map_or(0, |s| s.start));
+            // The usual form repeats the line; of a long one nothing else would be left of the message.
+            match shown.len() {
+                0..1000 => shown.trim_end().to_owned(),
+                1000.. => {
+                    format!("line {}: {}", text.get(..at).unwrap_or_default().lines().count().max(1), e.message())
+                }
+            }
+        })
     }
 
     /// Lays these rules over `parent`: dimensions, loops, groups and rules of the same name replace the parent's in
@@ -383,157 +394,4 @@ impl Rules {
             ..self
         })
     }
-
-    /// What can be wrong with rules before any file is seen: two rules for one name, unknown loops and groups,
-    /// shapes and cuts that do not go together.
-    pub fn check(&self) -> Result<(), String> {
-        for rule in &self.weights {
-            self.check_weight(rule).map_err(|e| format!("weight '{}': {e}", rule.name.0.text()))?;
-        }
-        for (i, a) in self.weights.iter().enumerate() {
-            if let Some(b) = self.weights[..i].iter().find(|b| a.name.0.overlaps(&b.name.0)) {
-                return Err(format!("two rules for one weight: '{}' and '{}'", b.name.0.text(), a.name.0.text()));
-            }
-        }
-        self.check_sources()?;
-        if let Some(name) = self.dims.keys().find(|n| self.loops.contains_key(*n)) {
-            return Err(format!("'{name}' is both a dimension and a loop variable"));
-        }
-        for (name, group) in &self.groups {
-            if let Some(dim) = group.declared.as_ref().filter(|d| !self.dims.contains_key(*d)) {
-                return Err(format!("group '{name}' is declared by '{dim}', which is no dimension"));
-            }
-        }
-        if self.every_tensor && !self.weights.is_empty() {
-            return Err("`every_tensor` leaves no room for weight rules".into());
-        }
-        Ok(())
-    }
-
-    fn check_weight(&self, rule: &WeightRule) -> Result<(), String> {
-        let bound = rule.name.0.variables();
-        if rule.name.0.is_open() {
-            return Err("a weight's name cannot hold `*`".into());
-        }
-        if let Some(unknown) = bound.iter().find(|v| !self.loops.contains_key(**v)) {
-            return Err(format!("'{{{unknown}}}' is no loop; [loops] has {}", list(self.loops.keys())));
-        }
-        if let Some(group) = rule.group.as_ref().filter(|g| !self.groups.contains_key(*g)) {
-            return Err(format!("group '{group}' is not in [groups]"));
-        }
-        if rule.group.is_some() && !bound.contains(&"layer") {
-            return Err("a group counts per block: the name needs `{layer}`".into());
-        }
-        if rule.shape.is_empty() {
-            return Err("a weight has at least one axis".into());
-        }
-        if let CutRule::Units(units) = &rule.cut {
-            if units.column.is_some() == units.row.is_some() {
-                return Err("a cut between units names `column` or `row`, one of them".into());
-            }
-            if units.repeat && units.row.is_some() {
-                return Err("only column cuts repeat units".into());
-            }
-        }
-        if rule.from.as_slice().is_empty() {
-            return Err("`from` is empty".into());
-        }
-        for from in rule.from.as_slice() {
-            let parts = match from {
-                From::One(source) => std::slice::from_ref(source),
-                From::Interleaved(interleaved) => &interleaved.parts,
-            };
-            if parts.is_empty() {
-                return Err("`parts` is empty".into());
-            }
-            for source in parts {
-                check_source(source, &bound, matches!(from, From::Interleaved(_)))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// No source tensor may be claimed twice, except by rules that each take a row range of it, and none may be both
-    /// used and ignored unless the ignore rule has a condition.
-    fn check_sources(&self) -> Result<(), String> {
-        let used: Vec<(usize, &Source)> = self
-            .weights
-            .iter()
-            .enumerate()
-            .flat_map(|(i, w)| w.from.as_slice().iter().map(move |f| (i, f)))
-            .flat_map(|(i, f)| match f {
-                From::One(source) => vec![(i, source)],
-                From::Interleaved(interleaved) => interleaved.parts.iter().map(|p| (i, p)).collect(),
-            })
-            .collect();
-        for (n, (i, a)) in used.iter().enumerate() {
-            for (j, b) in &used[..n] {
-                let ranges = a.rows.is_some() && b.rows.is_some();
-                if i != j && !ranges && a.gguf.0.overlaps(&b.gguf.0) {
-                    return Err(format!(
-                        "two rules for one tensor: '{}' is taken by weight '{}' and by weight '{}'",
-                        a.gguf.0.text(),
-                        self.weights[*j].name.0.text(),
-                        self.weights[*i].name.0.text()
-                    ));
-                }
-            }
-        }
-        for (n, ignore) in self.ignores.iter().enumerate() {
-            if let Some(other) = self.ignores[..n]
-                .iter()
-                .find(|o| o.gguf.0.overlaps(&ignore.gguf.0) && (o.when.is_none() || ignore.when.is_none()))
-            {
-                return Err(format!(
-                    "two ignore rules for one tensor: '{}' and '{}'",
-                    other.gguf.0.text(),
-                    ignore.gguf.0.text()
-                ));
-            }
-            if ignore.when.is_none()
-                && let Some((i, _)) = used.iter().find(|(_, s)| s.gguf.0.overlaps(&ignore.gguf.0))
-            {
-                return Err(format!(
-                    "two rules for one tensor: '{}' is ignored without a condition and taken by weight '{}'",
-                    ignore.gguf.0.text(),
-                    self.weights[*i].name.0.text()
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
-fn check_source(source: &Source, bound: &[&str], interleaved: bool) -> Result<(), String> {
-    let text = source.gguf.0.text();
-    if source.gguf.0.is_open() {
-        return Err(format!("source '{text}' cannot hold `*`"));
-    }
-    if let Some(unknown) = source.gguf.0.variables().iter().find(|v| !bound.contains(*v)) {
-        return Err(format!("source '{text}' uses '{{{unknown}}}', which the weight's name does not"));
-    }
-    if let Some(unknown) = source.unstack.as_ref().filter(|v| !bound.contains(&v.as_str())) {
-        return Err(format!("source '{text}' is unstacked by '{unknown}', which the weight's name does not use"));
-    }
-    if interleaved && source.shape.is_none() {
-        return Err(format!("source '{text}' is one of several parts and must state its shape"));
-    }
-    if source.rows.is_some() && source.shape.is_none() {
-        return Err(format!("source '{text}' is taken by a row range and must state its shape"));
-    }
-    if source.transpose && source.unpermute.is_some() {
-        return Err(format!("source '{text}': `transpose` and `unpermute` do not go together"));
-    }
-    if source.unpermute.is_some() && interleaved {
-        return Err(format!("source '{text}': `unpermute` applies to a source of its own"));
-    }
-    if source.add.is_some_and(|x| !x.is_finite()) {
-        return Err(format!("source '{text}': `add` must be finite"));
-    }
-    Ok(())
-}
-
-fn list<'a>(names: impl Iterator<Item = &'a String>) -> String {
-    let names: Vec<&str> = names.map(String::as_str).collect();
-    if names.is_empty() { "none".into() } else { names.join(", ") }
 }

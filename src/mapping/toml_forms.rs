@@ -39,6 +39,8 @@ impl<'de> Deserialize<'de> for DimSource {
             key: Option<OneOrMany<String>>,
             axis: Option<i32>,
             of: Option<String>,
+            #[serde(default)]
+            per_block: bool,
         }
         let wrong = "a dimension is a number, an expression, { key = … } or { axis = …, of = … }";
         match Value::deserialize(deserializer)? {
@@ -47,8 +49,10 @@ impl<'de> Deserialize<'de> for DimSource {
             table @ Value::Table(_) => {
                 let table: Table = table.try_into().map_err(|e: toml::de::Error| D::Error::custom(e.message()))?;
                 match table {
-                    Table { key: Some(key), axis: None, of: None } => Ok(DimSource::Key { key }),
-                    Table { key: None, axis: Some(axis), of: Some(of) } => Ok(DimSource::Axis { axis, of }),
+                    Table { key: Some(key), axis: None, of: None, per_block } => Ok(DimSource::Key { key, per_block }),
+                    Table { key: None, axis: Some(axis), of: Some(of), per_block: false } => {
+                        Ok(DimSource::Axis { axis, of })
+                    }
                     Table { .. } => Err(D::Error::custom(wrong)),
                 }
             }
