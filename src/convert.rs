@@ -9,7 +9,7 @@ use crate::dequant::{FloatType, Nonfinite};
 use crate::engine::{self, Engine};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
-use crate::mapping::{self, Mapping, MtpPolicy, Profile, RulesId, Set};
+use crate::mapping::{self, Mapping, MtpPolicy, Profile, RulesId, Set, config};
 use crate::output::filename;
 use crate::output::manifest::{self, FileEntry, Manifest, OtherFile};
 use crate::output::{Digest, OutputFolder, Sums, Writer, space};
@@ -66,10 +66,19 @@ impl Default for Request {
 pub struct Planned {
     /// The source.
     pub set: GgufSet,
-    /// Why the mapping was chosen.
-    pub chosen: String,
+    /// The mapping, which says why it was chosen.
+    pub mapping: Mapping,
     /// The plan.
     pub plan: Plan,
+}
+
+/// Files that go beside the weights.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Extras {
+    /// Names and bytes.
+    pub files: Vec<(String, Vec<u8>)>,
+    /// What is not certain about them, for the user and the manifest.
+    pub notes: Vec<String>,
 }
 
 /// What a conversion did.
@@ -120,16 +129,15 @@ pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Req
         policy: Policy { dtype, mtp, part_size, moe_pad },
     };
     let plan = Plan::audited(&set, model, plan_request)?;
-    Ok(Planned { set, chosen: mapping.chosen, plan })
+    Ok(Planned { set, mapping, plan })
 }
 
-/// Executes a plan into `output`, which is created or must be empty. `extras` are further files (name and bytes), such
-/// as config.json. `progress` is told of tensor bytes done.
+/// Executes a plan into `output`, which is created or must be empty. `extras` go beside the weights. `progress` is told of tensor bytes done.
 pub fn convert(
     planned: &Planned,
     output: &Path,
     options: engine::Options,
-    extras: &[(String, Vec<u8>)],
+    extras: &Extras,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Report> {
     let Planned { set, plan, .. } = planned;
@@ -147,9 +155,9 @@ pub fn convert(
     let allow_nonfinite = options.allow_nonfinite;
     let outcome = Engine::new(plan, set, options).run(&writer, progress)?;
     let files = writer.finish()?;
-    let mut others: Vec<(String, Vec<u8>)> = extras.to_vec();
+    let mut others = extras.files.clone();
     others.extend(index(plan, &files)?);
-    let warnings = plan.model.warnings.clone();
+    let warnings: Vec<String> = plan.model.warnings.iter().chain(&extras.notes).cloned().collect();
     let manifest = Manifest {
         format: manifest::FORMAT.into(),
         format_version: manifest::FORMAT_VERSION,
@@ -308,18 +316,68 @@ fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest
     (0..plan.params.len()).map(parameter).collect()
 }
 
-/// The config.json that goes with the weights, from a file that the user gives.
-pub fn config(path: &Path) -> Result<(String, Vec<u8>)> {
-    const LONGEST: u64 = 1 << 24;
-    let bytes = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?.len();
-    if bytes > LONGEST {
-        return Err(Fault::new(format!("{bytes} bytes")).file(path).expected("a config.json").output());
+/// Files of a model folder that a serving stack wants beside the weights.
+const TOKENIZER_FILES: &[&str] = &[
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+];
+/// Longest file that is put beside the weights.
+const LONGEST_EXTRA: u64 = 1 << 28;
+
+/// The files that go beside the weights: config.json, given (a file, or a folder from which tokenizer files are taken as
+/// well) and checked against the source, or derived from the source. A draft model gets the same config.json.
+pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
+    let Planned { set, mapping, plan } = planned;
+    let dtype = plan.policy.dtype;
+    let mut extras = Extras::default();
+    let config = match given {
+        None => config::derive(mapping, set, &plan.model, dtype)?,
+        Some(path) => {
+            let folder = path.is_dir();
+            let file = if folder { path.join("config.json") } else { path.to_path_buf() };
+            let fields = read_config(&file)?;
+            if folder {
+                for name in TOKENIZER_FILES.iter().filter(|name| path.join(name).is_file()) {
+                    extras.files.push(((*name).to_owned(), read_small(&path.join(name))?));
+                }
+            }
+            Some(config::check(mapping, set, &plan.model, dtype, fields, &file)?)
+        }
+    };
+    if let Some(config) = config {
+        let bytes = config.to_bytes()?;
+        if plan.files.iter().any(|f| f.set == Set::Draft) {
+            extras.files.push((format!("{DRAFT_FOLDER}/config.json"), bytes.clone()));
+        }
+        extras.files.push(("config.json".into(), bytes));
+        extras.notes = config.notes;
     }
-    let text = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
-    match serde_json::from_slice::<serde_json::Value>(&text) {
-        Ok(serde_json::Value::Object(_)) => Ok(("config.json".into(), text)),
-        Ok(_) => Err(Fault::new("it is JSON, but no object").file(path).expected("a config.json").output()),
-        Err(e) => Err(Fault::new(format!("not JSON: {e}")).file(path).expected("a config.json").output()),
+    Ok(extras)
+}
+
+fn read_small(path: &Path) -> Result<Vec<u8>> {
+    let bytes = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?.len();
+    if bytes > LONGEST_EXTRA {
+        let fault = Fault::new(format!("{bytes} bytes")).file(path);
+        return Err(fault.expected(format!("at most {LONGEST_EXTRA} bytes")).output());
+    }
+    std::fs::read(path).map_err(|e| Error::io("read", path, e))
+}
+
+fn read_config(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>> {
+    let wrong = |found: String| Fault::new(found).file(path).expected("a config.json").output();
+    match serde_json::from_slice(&read_small(path)?) {
+        Ok(serde_json::Value::Object(fields)) => Ok(fields),
+        Ok(_) => Err(wrong("it is JSON, but no object".into())),
+        Err(e) => Err(wrong(format!("not JSON: {e}"))),
     }
 }
 

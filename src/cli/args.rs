@@ -115,8 +115,9 @@ pub struct Convert {
     /// Let NaN, infinite and overflowing values through; they are counted in the manifest.
     #[arg(long)]
     pub allow_nonfinite: bool,
-    /// A config.json to put beside the weights.
-    #[arg(long, value_name = "FILE")]
+    /// The model's own config.json, or a folder that holds it (its tokenizer files are copied as well). It is checked against
+    /// the GGUF. Default: derived from the GGUF.
+    #[arg(long, value_name = "FILE|DIR")]
     pub config: Option<PathBuf>,
     /// Remember every range fetched from the source and report repetitions (costs memory).
     #[arg(long, hide = true)]

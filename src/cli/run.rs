@@ -69,7 +69,7 @@ fn request(choices: &PlanChoices) -> Request {
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
-    let summary = planned.plan.summary(&planned.chosen, args.json);
+    let summary = planned.plan.summary(&planned.mapping.chosen, args.json);
     if args.json {
         print_json(&summary)?;
     } else {
@@ -80,14 +80,11 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
 
 fn convert(args: &Convert) -> Result<ExitCode> {
     let planned = convert::plan(&args.choices.source, &request(&args.choices), false)?;
-    let Planned { plan, chosen, .. } = &planned;
-    tracing::info!(mapping = plan.model.mapping.name, "{chosen}");
-    for warning in &plan.model.warnings {
+    let Planned { plan, mapping, .. } = &planned;
+    tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
+    let extras = convert::extras(&planned, args.config.as_deref())?;
+    for warning in plan.model.warnings.iter().chain(&extras.notes) {
         tracing::warn!("{warning}");
-    }
-    let mut extras = Vec::new();
-    if let Some(path) = &args.config {
-        extras.push(convert::config(path)?);
     }
     let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
     let total: u64 =
@@ -110,7 +107,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     if args.json {
         print_json(&report)?;
     } else {
-        let summary = plan.summary(chosen, false);
+        let summary = plan.summary(&mapping.chosen, false);
         print(&format!(
             "{}written    {} tensors in {} files, {} bytes, from {} bytes of source\nmanifest   {}\n",
             summary.render(),

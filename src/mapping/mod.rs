@@ -1,6 +1,7 @@
 //! Mapping: from GGUF tensors to the weights of the original (HF) checkpoint, by rules in TOML.
 
 mod blocks;
+pub mod config;
 pub mod expr;
 mod facts;
 <<<<<<< HEAD

@@ -57,6 +57,12 @@ pub struct Rules {
     /// Conditions that a file must meet.
     #[serde(default, rename = "check")]
     pub checks: Vec<CheckRule>,
+    /// Fields of the model's config.json and where their values come from; see `config`.
+    #[serde(default)]
+    pub config: toml::Table,
+    /// What a GGUF does not say about the config, in sentences for the user.
+    #[serde(default)]
+    pub config_unknown: Vec<String>,
     /// Takes every source tensor as a weight of the same name and shape (the `raw` mapping).
     #[serde(default)]
     pub every_tensor: bool,
@@ -381,6 +387,11 @@ impl Rules {
         for (name, count) in parent.loops {
             self.loops.entry(name).or_insert(count);
         }
+        for (name, field) in parent.config {
+            self.config.entry(name).or_insert(field);
+        }
+        let mut config_unknown = parent.config_unknown;
+        config_unknown.append(&mut self.config_unknown);
         for (name, group) in parent.groups {
             self.groups.entry(name).or_insert(group);
         }
@@ -389,6 +400,7 @@ impl Rules {
             ignores,
             sidecars,
             checks,
+            config_unknown,
             blocks: self.blocks.or(parent.blocks),
             every_tensor: self.every_tensor || parent.every_tensor,
             ..self
