@@ -83,17 +83,11 @@ impl BlockMap {
                 .remedy("It is a header, a tokenizer or a part on its own; give the whole model")
                 .missing_tensor());
         }
-<<<<<<< HEAD
-        for absent in (trunk..count).filter(|b| !present.contains(b)) {
-            warnings.push(format!(
-                "the metadata counts MTP block {absent} ({explain}), but the file holds no tensor of it"
-=======
         let absent: Vec<u64> = (trunk..count).filter(|b| !present.contains(b)).collect();
         if !absent.is_empty() {
             let blocks = list(&absent);
             warnings.push(format!(
                 "the metadata counts MTP block {blocks} ({explain}), but the file holds no tensor of it"
->>>>>>> variants
             ));
         }
         if !missing.is_empty() {

@@ -196,8 +196,6 @@ impl Expr {
             other @ (Value::Int(_) | Value::Text(_)) => {
                 Err(format!("`{}` is {}, not a truth value", self.text, other.kind()))
             }
-<<<<<<< HEAD
-=======
         }
     }
 }
@@ -227,7 +225,6 @@ fn collect(node: &Node, names: &mut BTreeSet<String>) {
         Node::Binary(_, a, b) => {
             collect(a, names);
             collect(b, names);
->>>>>>> variants
         }
     }
 }

@@ -155,16 +155,7 @@ impl<'a> Facts<'a> {
                         None => Absent::Broken(scope.with_reasons(why, expr)),
                     }
                 })?;
-<<<<<<< HEAD
-                let parts = self.explain(expr.text());
-                let origin = if parts.is_empty() {
-                    format!("`{}`", expr.text())
-                } else {
-                    format!("`{}` ({parts})", expr.text())
-                };
-=======
                 let origin = scope.with_reasons(format!("`{}`", expr.text()), expr);
->>>>>>> variants
                 Ok(Dim { value: DimValue::One(value), origin })
             }
             DimSource::Key { key, per_block } => {
@@ -199,13 +190,8 @@ impl<'a> Facts<'a> {
     }
 
     /// The first dimension named in an expression that is not in the file, in words.
-<<<<<<< HEAD
-    fn missing_name(&self, text: &str) -> Option<String> {
-        pattern::words(text).filter(|word| self.rules.dims.contains_key(*word)).find_map(|word| match self.dim(word) {
-=======
     fn missing_name(&self, expr: &Expr) -> Option<String> {
         expr.names().iter().find_map(|name| match self.dim(name) {
->>>>>>> variants
             Err(Absent::NotInFile(what)) => Some(what),
             Err(Absent::Broken(_)) | Ok(_) => None,
         })
@@ -228,10 +214,6 @@ fn field_value(field: &Field<'_>, per_block: bool) -> Result<DimValue, String> {
     let scalar = |v: &Field<'_>| -> Result<Value, String> {
         match v {
             Field::Bool(b) => Ok(Value::Bool(*b)),
-<<<<<<< HEAD
-            Field::Str(bytes) => Ok(Value::Text(String::from_utf8_lossy(bytes).into_owned())),
-=======
->>>>>>> variants
             Field::U8(_)
             | Field::I8(_)
             | Field::U16(_)
@@ -239,11 +221,6 @@ fn field_value(field: &Field<'_>, per_block: bool) -> Result<DimValue, String> {
             | Field::U32(_)
             | Field::I32(_)
             | Field::U64(_)
-<<<<<<< HEAD
-            | Field::I64(_) => v.as_i64().map(Value::Int).map_err(|f| f.found),
-            Field::F32(_) | Field::F64(_) | Field::Array(_) => {
-                Err(format!("{}; an integer, a truth value or a text is needed", v.type_name()))
-=======
             | Field::I64(_) => match v.as_i64() {
                 Ok(n) if n < 0 => Err(format!("{n}; a value that is not negative is needed")),
                 Ok(n) => Ok(Value::Int(n)),
@@ -251,7 +228,6 @@ fn field_value(field: &Field<'_>, per_block: bool) -> Result<DimValue, String> {
             },
             Field::Str(_) | Field::F32(_) | Field::F64(_) | Field::Array(_) => {
                 Err(format!("{}; an integer or a truth value is needed", v.type_name()))
->>>>>>> variants
             }
         }
     };

@@ -4,11 +4,8 @@ mod blocks;
 pub mod config;
 pub mod expr;
 mod facts;
-<<<<<<< HEAD
 pub mod layout;
-=======
 mod leftovers;
->>>>>>> variants
 mod library;
 mod lint;
 mod pattern;
