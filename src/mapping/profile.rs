@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::library::{RulesId, Text, embedded, find};
+use super::library::{RulesId, Text, builtin, embedded, find};
 use crate::error::{Fault, Result};
 
 /// A profile ready for use.
@@ -52,6 +52,11 @@ impl Profile {
     /// A built-in profile by name, or a TOML file.
     pub fn load(name_or_path: &str) -> Result<Self> {
         Profile::parse(find(name_or_path, None, embedded::PROFILES, "profile")?)
+    }
+
+    /// A built-in profile by name, and nothing else: for names that come from a file.
+    pub fn builtin(name: &str) -> Result<Self> {
+        Profile::parse(builtin(name, embedded::PROFILES, "profile")?)
     }
 
     /// A profile from a text kept elsewhere (a manifest).
