@@ -86,12 +86,8 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         extras.push(convert::config(path)?);
     }
     let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
-    let total: u64 = plan
-        .files
-        .iter()
-        .filter(|f| ranks.is_empty() || ranks.contains(&f.rank))
-        .map(|f| f.data_bytes)
-        .sum();
+    let total: u64 =
+        plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank)).map(|f| f.data_bytes).sum();
     let mut options = engine::Options {
         ranks,
         threads: args.threads,
@@ -126,12 +122,20 @@ fn convert(args: &Convert) -> Result<ExitCode> {
 
 fn verify(args: &Verify) -> Result<ExitCode> {
     let options = verify::Options { rank: args.rank, threads: args.threads };
-    let report = verify::verify(&args.folder, options)?;
-    if args.json {
-        print(&report.to_json()?)?;
-        print("\n")?;
-    } else {
-        print(&report.to_string())?;
-    }
+    let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
+    let against = verify::Against { source: args.source.as_deref(), reference };
+    let bar = progress::bytes(0, "verifying");
+    let result = verify::verify_against(&args.folder, options, against, &|step| match step {
+        verify::Step::Begin { check, bytes } => {
+            bar.reset();
+            bar.set_length(bytes);
+            bar.set_message(format!("verifying {check}"));
+        }
+        verify::Step::Bytes(bytes) => bar.inc(bytes),
+    });
+    bar.finish_and_clear();
+    let report = result?;
+    let text = if args.json { report.to_json()? } else { report.to_string() };
+    print(&format!("{text}\n"))?;
     Ok(if report.ok() { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }

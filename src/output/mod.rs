@@ -11,9 +11,10 @@ pub mod treehash;
 mod writer;
 
 pub use digest::Digest;
+pub use folder::OutputFolder;
 pub use manifest::Manifest;
 pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use sums::Sums;
-pub use folder::OutputFolder;
 pub use treehash::TreeHash;
 pub use writer::Writer;
+pub(crate) use writer::header_of;

@@ -11,7 +11,7 @@ use super::manifest::{FileEntry, TensorEntry};
 use super::{Digest, SafetensorsHeader, TreeHash};
 use crate::engine::Sink;
 use crate::error::{Error, Fault, Result};
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedFile};
 
 /// Writes the files of the wanted ranks.
 pub struct Writer<'a> {
@@ -49,16 +49,17 @@ struct TensorHash {
 
 impl<'a> Writer<'a> {
     /// Lays out the headers of the wanted ranks' files. Opens nothing yet.
-    pub fn new(plan: &'a Plan, folder: &'a OutputFolder, ranks: &[u32], metadata: &BTreeMap<String, String>) -> Result<Self> {
+    pub fn new(
+        plan: &'a Plan,
+        folder: &'a OutputFolder,
+        ranks: &[u32],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self> {
         let files = plan.files.iter().map(|file| -> Result<Option<RankFile>> {
             if !ranks.contains(&file.rank) {
                 return Ok(None);
             }
-            let tensors = file.params.iter().map(|p| {
-                let param = &plan.params[*p as usize];
-                (param.name.as_str(), param.dtype, param.slices[file.rank as usize].shape.axes().to_vec())
-            });
-            let layout = SafetensorsHeader::layout(tensors, metadata.clone())?;
+            let layout = header_of(plan, file, metadata)?;
             let bytes = layout.file_bytes();
             Ok(Some(RankFile {
                 name: file.name.clone(),
@@ -113,9 +114,9 @@ impl<'a> Writer<'a> {
         let slice = &param.slices[rank as usize];
         let bytes = self.plan.slice_bytes(param, slice);
         let digest = self.digests[self.slot(index, rank)].get().copied();
-        let blake3 = digest.or((bytes == 0).then(|| Digest::of(&[]))).ok_or_else(|| {
-            Fault::new(format!("rank {rank}'s slice was not completed")).tensor(&param.name).audit()
-        })?;
+        let blake3 = digest
+            .or((bytes == 0).then(|| Digest::of(&[])))
+            .ok_or_else(|| Fault::new(format!("rank {rank}'s slice was not completed")).tensor(&param.name).audit())?;
         Ok(TensorEntry {
             name: param.name.clone(),
             dtype: param.dtype,
@@ -158,6 +159,19 @@ impl<'a> Writer<'a> {
         }
         Ok(())
     }
+}
+
+/// The header of a planned file.
+pub(crate) fn header_of(
+    plan: &Plan,
+    file: &PlannedFile,
+    metadata: &BTreeMap<String, String>,
+) -> Result<SafetensorsHeader> {
+    let tensors = file.params.iter().map(|p| {
+        let param = &plan.params[*p as usize];
+        (param.name.as_str(), param.dtype, param.slices[file.rank as usize].shape.axes().to_vec())
+    });
+    SafetensorsHeader::layout(tensors, metadata.clone())
 }
 
 impl Sink for Writer<'_> {
