@@ -14,7 +14,7 @@
 //!
 //! Threads take whole parameters, so sums are added in one order and the result does not depend on their number.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
@@ -81,6 +81,7 @@ impl Original {
     ) -> Result<()> {
         let (tasks, findings) = self.tasks(manifest, options);
         report.findings.extend(findings);
+        let extra = self.extra(manifest);
         let shares = tasks.iter().flat_map(|task| &task.shares);
         let bytes = shares.map(|share| share.tensor.offsets.1 - share.tensor.offsets.0).sum();
         progress(Step::Begin { check: REFERENCE, bytes });
@@ -124,6 +125,8 @@ impl Original {
                 report.push(self.too_far(task, &tally, rms));
             }
         }
+        // Last, since there may be many: a block that the GGUF does not hold is a hundred tensors.
+        report.findings.extend(extra);
         distances.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
         summary.worst = distances
             .iter()
@@ -163,9 +166,8 @@ impl Original {
             }
         }
         let (mut tasks, mut findings) = (Vec::new(), Vec::new());
-        let mut extra: BTreeMap<&str, &Stored> = self.tensors.iter().map(|(name, s)| (name.as_str(), s)).collect();
         for parameter in &manifest.parameters {
-            let stored = extra.remove(parameter.name.as_str());
+            let stored = self.tensors.get(&parameter.name);
             let Some(holders) = holders.get(parameter.name.as_str()) else { continue };
             let finding = |file: &FileEntry, what| Finding::new(&file.name, what).tensor(&parameter.name);
             let first = holders[0].0;
@@ -207,12 +209,20 @@ impl Original {
             }
             tasks.push(Task { parameter, stored, comparison, shares, unplaced });
         }
-        for (name, stored) in extra {
-            let text = format!("{} {:?}", stored.dtype, stored.shape);
-            let file = self.files[stored.file].file_name().unwrap_or_default().to_string_lossy().into_owned();
-            findings.push(Finding::new(file, What::ReferenceExtra).tensor(name).expected(text));
-        }
         (tasks, findings)
+    }
+
+    /// Tensors of the reference that are no parameter of the checkpoint.
+    fn extra(&self, manifest: &Manifest) -> Vec<Finding> {
+        let parameters: HashSet<&str> = manifest.parameters.iter().map(|p| p.name.as_str()).collect();
+        let extra = self.tensors.iter().filter(|(name, _)| !parameters.contains(name.as_str()));
+        let finding = |(name, stored): (&String, &Stored)| {
+            let file = self.files[stored.file].file_name().unwrap_or_default().to_string_lossy().into_owned();
+            Finding::new(file, What::ReferenceExtra)
+                .tensor(name)
+                .expected(format!("{} {:?}", stored.dtype, stored.shape))
+        };
+        extra.map(finding).collect()
     }
 }
 

@@ -175,7 +175,8 @@ impl What {
                 "Check that the reference is the model that the GGUF was made from; allow for quantization with --max-rms"
             }
             What::ReferenceShape | What::ReferenceLacks | What::ReferenceExtra => {
-                "Compare with the checkpoint that the GGUF was made from, converted with --mtp keep"
+                "Compare with the checkpoint that the GGUF was made from. What the GGUF does not hold (converters drop some \
+                 MTP blocks), or --mtp left out, cannot be compared"
             }
             What::NotComparable => "Compare with a reference in BF16, F16 or F32",
             What::NothingChecked => "A checkpoint without tensors is not usable: convert again",
