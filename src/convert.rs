@@ -17,6 +17,8 @@ use crate::plan::{DRAFT_FOLDER, Plan, PlanRequest, Policy};
 
 /// Part size unless another is asked for: 5 GiB, as published checkpoints have it.
 pub const PART_SIZE: u64 = 5 << 30;
+/// What the manifest's `tool` begins with; the version follows.
+pub(crate) const TOOL: &str = "ggshard ";
 /// Room that is left for the manifest and the small files when free space is checked.
 const SPARE_BYTES: u64 = 16 << 20;
 
@@ -146,11 +148,7 @@ pub fn convert(
     OutputFolder::check(output, &sources)?;
     check_space(output, plan, &ranks)?;
     let folder = OutputFolder::create(output)?;
-    let metadata = BTreeMap::from([
-        ("format".to_owned(), "pt".to_owned()),
-        ("ggshard".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-    ]);
-    let writer = Writer::new(plan, &folder, &ranks, &metadata)?;
+    let writer = Writer::new(plan, &folder, &ranks, &metadata(env!("CARGO_PKG_VERSION")))?;
     let output_bytes = writer.total_bytes();
     let allow_nonfinite = options.allow_nonfinite;
     let outcome = Engine::new(plan, set, options).run(&writer, progress)?;
@@ -161,7 +159,7 @@ pub fn convert(
     let manifest = Manifest {
         format: manifest::FORMAT.into(),
         format_version: manifest::FORMAT_VERSION,
-        tool: format!("ggshard {}", env!("CARGO_PKG_VERSION")),
+        tool: format!("{TOOL}{}", env!("CARGO_PKG_VERSION")),
         plan: plan.identity().into(),
         source: source_of(set)?,
         mapping: mapping_of(plan)?,
@@ -181,7 +179,7 @@ pub fn convert(
             allow_nonfinite,
         },
         warnings: warnings.clone(),
-        ignored: plan.unused_sources().map(|(tensor, reason)| manifest::Ignored { tensor, reason }).collect(),
+        ignored: ignored(plan),
         parameters: parameters(plan, &outcome.nonfinite),
         others: others
             .iter()
@@ -238,7 +236,7 @@ fn check_space(output: &Path, plan: &Plan, ranks: &[u32]) -> Result<()> {
 }
 
 /// The index that transformers looks for beside the parts of a whole checkpoint.
-fn index(plan: &Plan, files: &[FileEntry]) -> Result<Option<(String, Vec<u8>)>> {
+pub(crate) fn index(plan: &Plan, files: &[FileEntry]) -> Result<Option<(String, Vec<u8>)>> {
     let whole = plan.profile.whole_at(plan.tp, plan.stages.count());
     let Some(name) = plan.profile.rules.files.index.as_ref().filter(|_| whole) else { return Ok(None) };
     let mut weight_map = serde_json::Map::new();
@@ -256,7 +254,16 @@ fn index(plan: &Plan, files: &[FileEntry]) -> Result<Option<(String, Vec<u8>)>> 
     Ok(Some((name.clone(), bytes)))
 }
 
-fn source_of(set: &GgufSet) -> Result<manifest::Source> {
+/// The strings in the header of each safetensors file that this version wrote.
+pub(crate) fn metadata(version: &str) -> BTreeMap<String, String> {
+    BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("ggshard".to_owned(), version.to_owned())])
+}
+
+pub(crate) fn ignored(plan: &Plan) -> Vec<manifest::Ignored> {
+    plan.unused_sources().map(|(tensor, reason)| manifest::Ignored { tensor, reason }).collect()
+}
+
+pub(crate) fn source_of(set: &GgufSet) -> Result<manifest::Source> {
     let parts = set.parts().iter().map(|part| {
         let name = part.path().file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         Ok(manifest::SourcePart {
@@ -294,7 +301,7 @@ fn profile_of(plan: &Plan) -> Result<manifest::Profile> {
     })
 }
 
-fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest::Parameter> {
+pub(crate) fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest::Parameter> {
     let parameter = |index: usize| {
         let param = &plan.params[index];
         let found = nonfinite.get(&(index as u32)).copied().unwrap_or_default();

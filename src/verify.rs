@@ -10,6 +10,13 @@
 //! A damaged manifest is an error, because nothing can be checked against it; every other difference is a [`Finding`],
 //! and all of them are found in one run. Whoever can rewrite the manifest, `B3SUMS` and the files together can forge a
 //! checkpoint that passes: against that, compare with the source or keep the manifest's digest elsewhere.
+//!
+//! [`verify_against`] goes further, after those checks:
+//!
+//! ```text
+//! source GGUF ─► the same plan? ─► engine ─► every byte, and the header of every file
+//! original checkpoint ─────────────────────► every value of every rank, at the place that the cut gives it
+//! ```
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -19,11 +26,14 @@ use crate::output::filename;
 use crate::output::manifest::Manifest;
 use crate::output::sums::Sums;
 
+mod bytes;
 mod contents;
 mod index;
+mod reference;
 mod report;
+mod source;
 
-pub use report::{Finding, Report, What};
+pub use report::{Distance, Finding, Report, Summary, What};
 
 /// What to check, and with how many threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -34,6 +44,38 @@ pub struct Options {
     pub threads: usize,
 }
 
+/// What a checkpoint is compared with, beside its own manifest.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Against<'a> {
+    /// The GGUF that it was made from: every byte is made again and compared.
+    pub source: Option<&'a Path>,
+    /// The original checkpoint of the same model.
+    pub reference: Option<Reference<'a>>,
+}
+
+/// An original checkpoint (Hugging Face safetensors) to compare values with.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Reference<'a> {
+    /// Its folder.
+    pub folder: &'a Path,
+    /// The largest rms(checkpoint − reference) / rms(reference) of a tensor that passes; 0 asks for equal values.
+    pub max_rms: f64,
+}
+
+/// How far a check has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// A check begins that will read this many bytes of the checkpoint.
+    Begin {
+        /// Its name, as in [`Report::checks`].
+        check: &'static str,
+        /// Bytes that it will read.
+        bytes: u64,
+    },
+    /// So many more bytes are done.
+    Bytes(u64),
+}
+
 /// Checks the checkpoint in `dir` against its manifest.
 ///
 /// # Errors
@@ -42,6 +84,23 @@ pub struct Options {
 /// and [`Error::Io`](crate::Error::Io) when the folder cannot be listed. Differences are findings of the report, not
 /// errors.
 pub fn verify(dir: &Path, options: Options) -> Result<Report> {
+    verify_against(dir, options, Against::default(), &|_| {})
+}
+
+/// Checks the checkpoint in `dir` against its manifest, then against a source, then against a reference, and tells
+/// `progress` how far it is.
+///
+/// # Errors
+///
+/// Those of [`verify`]. A source or reference that cannot be read, a source that is not the one of the manifest, rules
+/// that this version does not have, and a profile whose tensors are not those of an original checkpoint are errors too,
+/// before anything is hashed.
+pub fn verify_against(
+    dir: &Path,
+    options: Options,
+    against: Against<'_>,
+    progress: &(dyn Fn(Step) + Sync),
+) -> Result<Report> {
     let (bytes, path) = Manifest::read_bytes(dir)?;
     let manifest = Manifest::parse(&bytes, &path)?;
     if let Some(rank) = options.rank
@@ -52,16 +111,30 @@ pub fn verify(dir: &Path, options: Options) -> Result<Report> {
             .expected(format!("one of {:?}, of {} ranks", manifest.topology.ranks, manifest.topology.tp))
             .checkpoint());
     }
+    let source = against.source.map(|source| source::Source::open(source, &manifest, &path)).transpose()?;
+    let reference = against.reference.map(|r| reference::Original::open(r, &manifest, &path)).transpose()?;
     let mut report = Report::new(options.rank);
     report.checks.push("folder".into());
     check_folder(dir, &manifest, &mut report)?;
-    contents::check(dir, &manifest, options, &mut report)?;
+    contents::check(dir, &manifest, options, progress, &mut report)?;
     check_sums(dir, &Sums::of(&manifest, &bytes), &mut report);
     index::check(dir, &manifest, &mut report);
     if report.tensors == 0 {
         report.push(Finding::new(filename::MANIFEST, What::NothingChecked));
     }
+    if let Some(source) = source {
+        source.check(dir, &manifest, options, progress, &mut report)?;
+    }
+    if let Some(reference) = reference {
+        reference.check(dir, &manifest, options, progress, &mut report)?;
+    }
     Ok(report)
+}
+
+/// The files of which an earlier check has found that their bytes are not there.
+fn absent(report: &Report) -> BTreeSet<String> {
+    let gone = |what: What| matches!(what, What::Missing | What::Unreadable | What::Size);
+    report.findings.iter().filter(|f| gone(f.what)).map(|f| f.file.clone()).collect()
 }
 
 /// Endings of files that a loader picks up by pattern, or that an unfinished conversion leaves behind.

@@ -142,7 +142,7 @@ pub struct Verify {
     #[arg(long, value_name = "HF_DIR")]
     pub reference: Option<PathBuf>,
     /// The largest relative RMS difference from the reference that passes.
-    #[arg(long, value_name = "X", default_value_t = 0.0, requires = "reference")]
+    #[arg(long, value_name = "X", default_value_t = 0.0, requires = "reference", value_parser = max_rms)]
     pub max_rms: f64,
     /// Check only what this rank loads.
     #[arg(long, value_name = "R")]
@@ -214,6 +214,11 @@ fn ranks(text: &str) -> Result<Ranks, String> {
     Ok(Ranks(ranks))
 }
 
+fn max_rms(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|number| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| format!("'{text}' is no number from 0 up"))
+}
+
 fn size(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
@@ -249,6 +254,12 @@ mod tests {
         assert!(size("0").is_err() && size("G").is_err() && size("5X").is_err() && size("99999999999T").is_err());
         assert_eq!(ranks("0,2-4"), Ok(Ranks(vec![0, 2, 3, 4])));
         assert!(ranks("").is_err() && ranks("3-1").is_err() && ranks("a").is_err() && ranks("0-4000000000").is_err());
+    }
+
+    #[test]
+    fn a_tolerance_is_a_number() {
+        assert_eq!(max_rms("0.01"), Ok(0.01));
+        assert!(max_rms("-1").is_err() && max_rms("nan").is_err() && max_rms("inf").is_err() && max_rms("x").is_err());
     }
 
     #[test]

@@ -123,12 +123,20 @@ fn convert(args: &Convert) -> Result<ExitCode> {
 
 fn verify(args: &Verify) -> Result<ExitCode> {
     let options = verify::Options { rank: args.rank, threads: args.threads };
-    let report = verify::verify(&args.folder, options)?;
-    if args.json {
-        print(&report.to_json()?)?;
-        print("\n")?;
-    } else {
-        print(&report.to_string())?;
-    }
+    let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
+    let against = verify::Against { source: args.source.as_deref(), reference };
+    let bar = progress::bytes(0, "verifying");
+    let result = verify::verify_against(&args.folder, options, against, &|step| match step {
+        verify::Step::Begin { check, bytes } => {
+            bar.reset();
+            bar.set_length(bytes);
+            bar.set_message(format!("verifying {check}"));
+        }
+        verify::Step::Bytes(bytes) => bar.inc(bytes),
+    });
+    bar.finish_and_clear();
+    let report = result?;
+    let text = if args.json { report.to_json()? } else { report.to_string() };
+    print(&format!("{text}\n"))?;
     Ok(if report.ok() { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }

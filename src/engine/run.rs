@@ -99,9 +99,14 @@ impl<'a> Engine<'a> {
             n => n,
         };
         std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|| shared.work(&context, self.options.allow_nonfinite, progress));
+            let work = || shared.work(&context, self.options.allow_nonfinite, progress);
+            for _ in 1..threads {
+                // A worker that cannot be started is one fewer, and so are those after it; this thread does the rest.
+                if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                    break;
+                }
             }
+            work();
         });
         let Shared { failure, nonfinite, .. } = shared;
         match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {

@@ -81,23 +81,31 @@ impl Mapping {
         })
     }
 
-    /// A mapping from texts kept elsewhere (a manifest), the first being the mapping itself; what it extends is looked
-    /// up among the others by name, then among the built-in ones.
+    /// A built-in mapping by name, and nothing else: for names that come from a file, which must not choose what is read.
+    pub fn builtin(name: &str) -> Result<Self> {
+        let text = |name: &str, _: &Text| builtin(name, embedded::MODELS, "mapping");
+        Mapping::assemble(builtin(name, embedded::MODELS, "mapping")?, &format!("built in as '{name}'"), text)
+    }
+
+    /// A mapping from texts kept elsewhere (a manifest): the mapping itself, then what it extends, one after the other,
+    /// as [`RulesId::texts`] has them. What the last of them extends is built in; no file is read.
     pub fn from_texts(texts: &[String]) -> Result<Self> {
-        let recorded = |text: &String| Text { origin: "the manifest".into(), builtin: false, text: text.clone() };
-        let first = texts.first().map(recorded).ok_or_else(|| Fault::new("no mapping text").rules())?;
-        Mapping::assemble(first, "recorded in the manifest", |parent, _| {
-            for text in texts.iter().map(recorded) {
-                if parse(&text)?.name == parent {
-                    return Ok(text);
-                }
-            }
-            find(parent, None, embedded::MODELS, "mapping")
-        })
+        let mut recorded =
+            texts.iter().map(|text| Text { origin: "the manifest".into(), builtin: false, text: text.clone() });
+        let first = recorded.next().ok_or_else(|| Fault::new("no mapping text").rules())?;
+        // By position, not by name: a text may extend a file by its path, or a mapping of its own name.
+        let mapping = Mapping::assemble(first, "recorded in the manifest", |parent, _| match recorded.next() {
+            Some(text) => Ok(text),
+            None => builtin(parent, embedded::MODELS, "mapping"),
+        })?;
+        match recorded.next() {
+            None => Ok(mapping),
+            Some(text) => Err(Fault::new("a text that no other extends").file(text.origin).key("extends").rules()),
+        }
     }
 
     /// Follows `extends` from the first text and lays each mapping over the one it extends.
-    fn assemble(first: Text, chosen: &str, parent: impl Fn(&str, &Text) -> Result<Text>) -> Result<Self> {
+    fn assemble(first: Text, chosen: &str, mut parent: impl FnMut(&str, &Text) -> Result<Text>) -> Result<Self> {
         let mut texts = vec![first];
         let mut chain: Vec<Rules> = Vec::new();
         loop {
@@ -161,6 +169,17 @@ fn extended_by(child: &Text, error: Error) -> Error {
 
 fn parse(text: &Text) -> Result<Rules> {
     Rules::parse(&text.text).map_err(|e| Fault::new(e).file(&text.origin).rules())
+}
+
+/// The built-in text of that name.
+pub(super) fn builtin(name: &str, builtin: &[(&str, &str)], kind: &str) -> Result<Text> {
+    if let Some((_, text)) = builtin.iter().find(|(n, _)| *n == name) {
+        return Ok(Text { origin: name.to_owned(), builtin: true, text: (*text).to_owned() });
+    }
+    let names: Vec<&str> = builtin.iter().map(|(n, _)| *n).collect();
+    Err(Fault::new(format!("there is no built-in {kind} '{name}'"))
+        .expected(format!("one of {}", names.join(", ")))
+        .rules())
 }
 
 /// The text behind a name or path. What looks like a path (a separator, or `.toml` at the end) is one; a file's
@@ -248,5 +267,38 @@ pub fn choose(set: &GgufSet) -> Result<Mapping> {
                 .remedy("Name the right one with --mapping")
                 .no_mapping())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recorded_texts_give_the_mapping_that_was_used() {
+        let folder = tempfile::tempdir().unwrap();
+        // A file that extends another by path, which extends a built-in mapping of its own name.
+        let own = "name = \"deepseek_v3\"\nversion = 2\nextends = \"deepseek_v3\"\nclass = \"C\"\nabout = \"x\"\n";
+        let outer = "name = \"mine\"\nversion = 1\nextends = \"own.toml\"\nclass = \"C\"\nabout = \"x\"\n";
+        std::fs::write(folder.path().join("own.toml"), own).unwrap();
+        let path = folder.path().join("mine.toml");
+        std::fs::write(&path, outer).unwrap();
+        let used = Mapping::load(&path.to_string_lossy()).unwrap().id();
+        assert_eq!(used.texts, [outer, own]);
+        drop(folder);
+        assert_eq!(Mapping::from_texts(&used.texts).unwrap().id(), used);
+        // A text too many was not part of the mapping.
+        let raw = "name = \"raw2\"\nversion = 1\nabout = \"x\"\nevery_tensor = true\n".to_owned();
+        assert!(Mapping::from_texts(&[raw.clone(), raw]).is_err());
+        assert!(Mapping::from_texts(&[]).is_err());
+    }
+
+    #[test]
+    fn recorded_texts_and_names_read_no_file() {
+        let outer = "name = \"mine\"\nversion = 1\nextends = \"/etc/x.toml\"\nclass = \"C\"\nabout = \"x\"\n";
+        let error = Mapping::from_texts(&[outer.to_owned()]).unwrap_err();
+        assert!(error.to_string().contains("no built-in mapping '/etc/x.toml'"), "{error}");
+        assert!(Mapping::builtin("./x.toml").is_err());
+        assert_eq!(Mapping::builtin("raw").unwrap().id(), Mapping::load("raw").unwrap().id());
     }
 }

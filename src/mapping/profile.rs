@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use super::layout::LayoutRules;
-use super::library::{RulesId, Text, embedded, find};
+use super::library::{RulesId, Text, builtin, embedded, find};
 use crate::error::{Error, Fault, Result};
 
 /// Longest chain of `extends`.
@@ -100,26 +100,34 @@ impl Profile {
         Profile::assemble(first, |parent, child| find(parent, Some(child), embedded::PROFILES, "profile"))
     }
 
-    /// A profile from texts kept elsewhere (a manifest), the first being the profile itself.
+    /// A built-in profile by name, and nothing else: for names that come from a file, which must not choose what is read.
+    pub fn builtin(name: &str) -> Result<Self> {
+        let text = |name: &str, _: &Text| builtin(name, embedded::PROFILES, "profile");
+        Profile::assemble(builtin(name, embedded::PROFILES, "profile")?, text)
+    }
+
+    /// A profile from texts kept elsewhere (a manifest): the profile itself, then what it extends, one after the other. What
+    /// the last of them extends is built in; no file is read.
     pub fn from_texts(texts: &[String]) -> Result<Self> {
-        let recorded = |text: &String| Text { origin: "the manifest".into(), builtin: false, text: text.clone() };
-        let first = texts.first().map(recorded).ok_or_else(|| Fault::new("no profile text").rules())?;
-        Profile::assemble(first, |parent, _| {
-            for text in texts.iter().map(recorded) {
-                if parse(&text)?.name == parent {
-                    return Ok(text);
-                }
-            }
-            find(parent, None, embedded::PROFILES, "profile")
-        })
+        let mut recorded =
+            texts.iter().map(|text| Text { origin: "the manifest".into(), builtin: false, text: text.clone() });
+        let first = recorded.next().ok_or_else(|| Fault::new("no profile text").rules())?;
+        let profile = Profile::assemble(first, |parent, _| match recorded.next() {
+            Some(text) => Ok(text),
+            None => builtin(parent, embedded::PROFILES, "profile"),
+        })?;
+        match recorded.next() {
+            None => Ok(profile),
+            Some(text) => Err(Fault::new("a text that no other extends").file(text.origin).key("extends").rules()),
+        }
     }
 
     /// All built-in profiles, by name.
-    pub fn builtin() -> Result<Vec<Profile>> {
+    pub fn all() -> Result<Vec<Profile>> {
         embedded::PROFILES.iter().map(|(name, _)| Profile::load(name)).collect()
     }
 
-    fn assemble(first: Text, parent: impl Fn(&str, &Text) -> Result<Text>) -> Result<Self> {
+    fn assemble(first: Text, mut parent: impl FnMut(&str, &Text) -> Result<Text>) -> Result<Self> {
         let mut rules = parse(&first)?;
         let mut texts = vec![first];
         let mut next = rules.extends.clone();
@@ -273,7 +281,7 @@ mod tests {
 
     #[test]
     fn every_built_in_profile_says_what_it_was_checked_against() {
-        let all = Profile::builtin().unwrap();
+        let all = Profile::all().unwrap();
         assert!(all.len() >= 5);
         assert!(all.iter().all(|p| !p.rules.checked.is_empty() && !p.rules.about.is_empty()));
     }

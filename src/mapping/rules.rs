@@ -259,6 +259,18 @@ pub enum CutKind {
     Replicated,
 }
 
+impl CutKind {
+    /// The cut's name in manifests and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            CutKind::Column => "column",
+            CutKind::Row => "row",
+            CutKind::Vocab => "vocab",
+            CutKind::Replicated => "replicated",
+        }
+    }
+}
+
 /// A cut that may not pass through a unit.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]

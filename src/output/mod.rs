@@ -17,3 +17,4 @@ pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use sums::Sums;
 pub use treehash::TreeHash;
 pub use writer::Writer;
+pub(crate) use writer::header_of;

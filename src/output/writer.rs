@@ -12,7 +12,7 @@ use super::{Digest, SafetensorsHeader, TreeHash};
 use crate::engine::Sink;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::Set;
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedFile};
 
 /// Writes the files of the wanted ranks.
 pub struct Writer<'a> {
@@ -60,11 +60,7 @@ impl<'a> Writer<'a> {
             if !ranks.contains(&file.rank) {
                 return Ok(None);
             }
-            let tensors = file.params.iter().map(|p| {
-                let param = &plan.params[*p as usize];
-                (param.name.as_str(), param.dtype, param.slices[file.rank as usize].shape.axes().to_vec())
-            });
-            let layout = SafetensorsHeader::layout(tensors, metadata.clone())?;
+            let layout = header_of(plan, file, metadata)?;
             let bytes = layout.file_bytes();
             Ok(Some(RankFile {
                 name: file.name.clone(),
@@ -89,7 +85,6 @@ impl<'a> Writer<'a> {
 
     /// Completes files without tensor data and gives the manifest's entries. Every byte must have come.
     pub fn finish(&self) -> Result<Vec<FileEntry>> {
-        let whole = self.plan.profile.whole_at(self.plan.tp, self.plan.stages.count());
         let mut entries = Vec::new();
         for (planned, file) in self.plan.files.iter().zip(&self.files) {
             let Some(file) = file else { continue };
@@ -105,7 +100,7 @@ impl<'a> Writer<'a> {
             let tensors = planned.params.iter().map(|p| self.tensor_entry(*p, planned.rank));
             entries.push(FileEntry {
                 name: file.name.clone(),
-                rank: Some(planned.rank).filter(|_| !whole),
+                rank: self.plan.rank_of(planned),
                 stage: Some(planned.stage).filter(|_| self.plan.stages.count() > 1 && planned.set == Set::Main),
                 bytes: file.bytes,
                 header_bytes: file.header.len() as u64,
@@ -166,6 +161,19 @@ impl<'a> Writer<'a> {
         }
         Ok(())
     }
+}
+
+/// The header of a planned file.
+pub(crate) fn header_of(
+    plan: &Plan,
+    file: &PlannedFile,
+    metadata: &BTreeMap<String, String>,
+) -> Result<SafetensorsHeader> {
+    let tensors = file.params.iter().map(|p| {
+        let param = &plan.params[*p as usize];
+        (param.name.as_str(), param.dtype, param.slices[file.rank as usize].shape.axes().to_vec())
+    });
+    SafetensorsHeader::layout(tensors, metadata.clone())
 }
 
 impl Sink for Writer<'_> {

@@ -113,10 +113,7 @@ impl ParamCut {
     /// The cut's name in manifests and reports.
     pub fn name(self) -> &'static str {
         match self {
-            ParamCut::Weights(CutKind::Column) => "column",
-            ParamCut::Weights(CutKind::Row) => "row",
-            ParamCut::Weights(CutKind::Vocab) => "vocab",
-            ParamCut::Weights(CutKind::Replicated) => "replicated",
+            ParamCut::Weights(kind) => kind.name(),
             ParamCut::Expert => "expert",
         }
     }
@@ -225,6 +222,11 @@ impl Plan {
     /// The pieces of a slice.
     pub fn pieces_of(&self, slice: &Slice) -> &[Piece] {
         &self.pieces[slice.pieces.start as usize..slice.pieces.end as usize]
+    }
+
+    /// The rank that a file is listed under; none for those of an ordinary checkpoint, which belong to every rank.
+    pub fn rank_of(&self, file: &PlannedFile) -> Option<u32> {
+        Some(file.rank).filter(|_| !self.profile.whole_at(self.tp, self.stages.count()))
     }
 
     /// Bytes of a slice.

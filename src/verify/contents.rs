@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Finding, Options, Report, What};
+use super::{Finding, Options, Report, Step, What};
 use crate::error::{Error, Result};
 use crate::output::digest::Digest;
 use crate::output::manifest::{Manifest, TensorEntry};
@@ -60,6 +60,7 @@ struct Checker<'m> {
     dir: &'m Path,
     queue: Mutex<Queue<'m>>,
     results: Mutex<Results>,
+    progress: &'m (dyn Fn(Step) + Sync),
     /// Which file has a digest, to recognise files that were swapped.
     owners: HashMap<Digest, &'m str>,
 }
@@ -74,7 +75,13 @@ struct Results {
 }
 
 /// Checks every file that `options.rank` needs and adds to `report`.
-pub(super) fn check(dir: &Path, manifest: &Manifest, options: Options, report: &mut Report) -> Result<()> {
+pub(super) fn check(
+    dir: &Path,
+    manifest: &Manifest,
+    options: Options,
+    progress: &(dyn Fn(Step) + Sync),
+    report: &mut Report,
+) -> Result<()> {
     let wanted = |rank: Option<u32>| options.rank.is_none() || rank.is_none() || rank == options.rank;
     let weights = manifest.files.iter().filter(|file| wanted(file.rank)).map(|file| Target {
         name: &file.name,
@@ -89,23 +96,15 @@ pub(super) fn check(dir: &Path, manifest: &Manifest, options: Options, report: &
         weights: None,
     });
     let targets: Vec<Target<'_>> = weights.chain(others).collect();
+    progress(Step::Begin { check: "folder", bytes: targets.iter().map(|target| target.bytes).sum() });
     let checker = Checker {
         dir,
         queue: Mutex::new(Queue { targets: targets.iter().enumerate(), current: None }),
         results: Mutex::default(),
+        progress,
         owners: manifest.files.iter().map(|file| (file.blake3, file.name.as_str())).collect(),
     };
-    let threads = match options.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            // A thread that cannot be started is one fewer; this one does the rest.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, || checker.work());
-        }
-        checker.work();
-    });
+    on_threads(options.threads, || checker.work());
     let mut results = checker.results.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(error) = results.error {
         return Err(error);
@@ -118,7 +117,24 @@ pub(super) fn check(dir: &Path, manifest: &Manifest, options: Options, report: &
     Ok(())
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
+pub(super) fn on_threads(threads: usize, work: impl Fn() + Sync) {
+    let threads = match threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            // A thread that cannot be started is one fewer, and so are those after it; this one does the rest.
+            if std::thread::Builder::new().spawn_scoped(scope, &work).is_err() {
+                break;
+            }
+        }
+        work();
+    });
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -138,6 +154,7 @@ impl<'m> Checker<'m> {
                     Ok(())
                 }
             };
+            (self.progress)(Step::Bytes(len));
             if let Err(error) = hashed {
                 lock(&self.results).error.get_or_insert(error);
                 return;

@@ -35,6 +35,11 @@ fn read(path: &Path, bytes: u64) -> Option<serde_json::Result<Index>> {
     Some(serde_json::from_slice(&text))
 }
 
+/// Tensor and file of every entry of an index, in its order.
+pub(super) fn entries(text: &[u8]) -> serde_json::Result<Vec<(String, String)>> {
+    serde_json::from_slice(text).map(|index: Index| index.weight_map.0)
+}
+
 fn compare(name: &str, index: Index, manifest: &Manifest, report: &mut Report) {
     let mut holders: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let folder = filename::folder(name);

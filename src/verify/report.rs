@@ -7,12 +7,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Fault;
 
+/// The name of the comparison with a source in [`Report::checks`].
+pub(super) const SOURCE: &str = "source";
+/// The name of the comparison with a reference in [`Report::checks`].
+pub(super) const REFERENCE: &str = "reference";
+
 /// The result of one or more checks of one checkpoint folder.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Report {
     /// The one rank that was checked; `None` for all of them.
     pub rank: Option<u32>,
-    /// Which checks were made: `folder` first; checks against a source or a reference add their names.
+    /// Which checks were made, in this order: `folder`, `source`, `reference`.
     pub checks: Vec<String>,
     /// Files read from the first to the last byte.
     pub files: u64,
@@ -20,14 +25,44 @@ pub struct Report {
     pub tensors: u64,
     /// Bytes read.
     pub bytes: u64,
+    /// What the comparison with a reference amounts to, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<Summary>,
     /// Every difference.
     pub findings: Vec<Finding>,
+}
+
+/// The comparison with a reference in numbers.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Summary {
+    /// The largest relative RMS difference that passes.
+    pub max_rms: f64,
+    /// Tensors whose values were compared, each counted once.
+    pub tensors: u64,
+    /// Of them, those whose values are all equal.
+    pub exact: u64,
+    /// Values compared.
+    pub values: u64,
+    /// Values that differ.
+    pub unequal: u64,
+    /// The tensors with the largest differences, at most ten, the largest first.
+    pub worst: Vec<Distance>,
+}
+
+/// How far a tensor is from the reference.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Distance {
+    /// The tensor.
+    pub tensor: String,
+    /// rms(checkpoint − reference) / rms(reference); `None` (`null`) when that is not a finite number, as when one side
+    /// is NaN or the reference is all zero.
+    pub relative_rms: Option<f64>,
 }
 
 /// One difference between what was promised and what is there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The file, relative to the checkpoint's folder.
+    /// The file, relative to the checkpoint's folder; for [`What::ReferenceExtra`] to the reference's.
     pub file: String,
     /// The tensor, where one is concerned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -40,6 +75,12 @@ pub struct Finding {
     /// What is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub found: Option<String>,
+    /// The first byte of the tensor that differs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offset: Option<u64>,
+    /// How many bytes of the tensor differ.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub differing: Option<u64>,
 }
 
 /// The kinds of difference.
@@ -65,6 +106,26 @@ pub enum What {
     Sums,
     /// `model.safetensors.index.json` contradicts the manifest, or is malformed.
     Index,
+    /// A tensor's bytes are not those that the source gives.
+    SourceBytes,
+    /// The manifest is not the one that the source gives.
+    Record,
+    /// The number of values that are not finite is not the recorded one.
+    Nonfinite,
+    /// A tensor's values are further from the reference than allowed.
+    ReferenceValues,
+    /// The reference's tensor has another shape, or what a rank holds is no share of it.
+    ReferenceShape,
+    /// Tensor and reference have types between which values cannot be compared.
+    NotComparable,
+    /// The reference lacks the tensor.
+    ReferenceLacks,
+    /// The reference holds a tensor that the checkpoint lacks.
+    ReferenceExtra,
+    /// Rows that pad the vocabulary are not zero.
+    Padding,
+    /// Ranks that should hold the same hold different bytes.
+    Replica,
     /// No tensor was checked at all.
     NothingChecked,
 }
@@ -82,6 +143,16 @@ impl What {
             What::TensorDigest => "the tensor's BLAKE3 differs",
             What::Sums => "the list of digests differs",
             What::Index => "the index differs",
+            What::SourceBytes => "the bytes are not those that the source gives",
+            What::Record => "the manifest is not what the source gives",
+            What::Nonfinite => "other values are not finite than those recorded",
+            What::ReferenceValues => "the values are too far from the reference",
+            What::ReferenceShape => "the shape does not fit the reference",
+            What::NotComparable => "these types cannot be compared by value",
+            What::ReferenceLacks => "the reference has no such tensor",
+            What::ReferenceExtra => "the reference has a tensor that the checkpoint lacks",
+            What::Padding => "the rows that pad the vocabulary are not zero",
+            What::Replica => "ranks that should hold the same differ",
             What::NothingChecked => "no tensor was checked",
         }
     }
@@ -97,6 +168,17 @@ impl What {
             }
             What::Unreadable => "Check the permissions and the disk",
             What::Sums | What::Index => "Copy the list or index again from where it was written, or convert again",
+            What::SourceBytes | What::Record | What::Nonfinite => {
+                "Convert the source again: the folder, or the source's tensor data, was changed after the conversion"
+            }
+            What::ReferenceValues | What::Padding | What::Replica => {
+                "Check that the reference is the model that the GGUF was made from; allow for quantization with --max-rms"
+            }
+            What::ReferenceShape | What::ReferenceLacks | What::ReferenceExtra => {
+                "Compare with the checkpoint that the GGUF was made from. What the GGUF does not hold (converters drop some \
+                 MTP blocks), or --mtp left out, cannot be compared"
+            }
+            What::NotComparable => "Compare with a reference in BF16, F16 or F32",
             What::NothingChecked => "A checkpoint without tensors is not usable: convert again",
         }
     }
@@ -105,7 +187,7 @@ impl What {
 impl Finding {
     /// A difference in `file`.
     pub fn new(file: impl Into<String>, what: What) -> Self {
-        Finding { file: file.into(), tensor: None, what, expected: None, found: None }
+        Finding { file: file.into(), tensor: None, what, expected: None, found: None, offset: None, differing: None }
     }
 
     /// Names the tensor.
@@ -178,6 +260,12 @@ impl fmt::Display for Report {
         if let Some(rank) = self.rank {
             write!(f, " for rank {rank}")?;
         }
+        if self.checks.iter().any(|check| check == SOURCE) {
+            write!(f, "; every byte compared with what the source gives")?;
+        }
+        if let Some(summary) = &self.reference {
+            write!(f, "\n{summary}")?;
+        }
         for finding in self.findings.iter().take(SHOWN) {
             write!(f, "\n  {finding}")?;
         }
@@ -192,6 +280,24 @@ impl fmt::Display for Report {
             if shown.insert(remedy) {
                 write!(f, "\n{remedy}.")?;
             }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "reference: {} of {} tensors equal", self.exact, self.tensors)?;
+        if self.unequal > 0 {
+            write!(f, ", {} of {} values differ", self.unequal, self.values)?;
+            write!(f, "; relative RMS (at most {} passes):", self.max_rms)?;
+        }
+        for distance in &self.worst {
+            match distance.relative_rms {
+                Some(rms) => write!(f, "\n  {rms:<12.6e}")?,
+                None => write!(f, "\n  {:<12}", "not finite")?,
+            }
+            write!(f, " {}", distance.tensor.escape_debug())?;
         }
         Ok(())
     }

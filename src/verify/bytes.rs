@@ -1,0 +1,232 @@
+//! The engine's sink when a checkpoint is compared with its source: what would be written is read instead.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+use super::contents::lock;
+use super::{Finding, Report, What};
+use crate::engine::Sink;
+use crate::error::{Fault, Result};
+use crate::plan::Plan;
+
+/// Bytes that are read at a time.
+const CHUNK: usize = 64 << 10;
+
+thread_local! {
+    /// What a worker reads into.
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Compares what the engine makes with the bytes at the same place of the written files.
+pub(super) struct Comparer<'a> {
+    plan: &'a Plan,
+    dir: &'a Path,
+    /// By index of [`Plan::files`]; none for ranks that are not compared.
+    files: Vec<Option<Written<'a>>>,
+    /// By (file, parameter).
+    differences: Mutex<BTreeMap<(u32, u32), Difference>>,
+}
+
+/// A file that was written.
+struct Written<'a> {
+    name: &'a str,
+    /// Where its data begins, by the plan.
+    data_start: u64,
+    /// Bytes of its data that have yet to come.
+    missing: AtomicU64,
+    handle: RwLock<Handle>,
+    /// Why it cannot be read.
+    failure: OnceLock<String>,
+}
+
+enum Handle {
+    Unopened,
+    Open(Arc<File>),
+    /// Every byte was compared, or the file cannot be opened.
+    Closed,
+}
+
+/// How one tensor differs in one file.
+struct Difference {
+    /// The first byte of the tensor that differs.
+    first: u64,
+    /// What the source gives there.
+    expected: u8,
+    /// What the file has there; `None` where it has ended.
+    found: Option<u8>,
+    /// How many bytes differ.
+    bytes: u64,
+}
+
+impl<'a> Comparer<'a> {
+    /// Compares the planned files of `ranks`, whose headers have the given lengths (by index of [`Plan::files`]).
+    pub fn new(plan: &'a Plan, dir: &'a Path, ranks: &[u32], header_bytes: &[u64]) -> Self {
+        let written = |(file, header): (&'a crate::plan::PlannedFile, &u64)| {
+            ranks.contains(&file.rank).then(|| Written {
+                name: &file.name,
+                data_start: *header,
+                missing: AtomicU64::new(file.data_bytes),
+                handle: RwLock::new(Handle::Unopened),
+                failure: OnceLock::new(),
+            })
+        };
+        let files = plan.files.iter().zip(header_bytes).map(written).collect();
+        Comparer { plan, dir, files, differences: Mutex::default() }
+    }
+
+    /// Adds what was found to the report, file after file in the plan's order. Every byte must have come.
+    pub fn finish(self, report: &mut Report) -> Result<()> {
+        let absent = super::absent(report);
+        for file in self.files.iter().flatten() {
+            let missing = file.missing.load(Ordering::Acquire);
+            if missing != 0 {
+                return Err(Fault::new(format!("{missing} bytes were never compared"))
+                    .file(self.dir.join(file.name))
+                    .audit());
+            }
+            if let Some(failure) = file.failure.get()
+                && !absent.contains(file.name)
+            {
+                report.push(Finding::new(file.name, What::Unreadable).found(failure));
+            }
+        }
+        let differences = self.differences.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for ((file, param), difference) in differences {
+            let (planned, param) = (&self.plan.files[file as usize], &self.plan.params[param as usize]);
+            let Some(written) = &self.files[file as usize] else { continue };
+            let Difference { first, expected, found, bytes } = difference;
+            let in_file = written.data_start + param.slices[planned.rank as usize].offset + first;
+            let found = found.map_or("the end of the file".to_owned(), |byte| format!("{byte:#04x}"));
+            let mut finding = Finding::new(written.name, What::SourceBytes)
+                .tensor(&param.name)
+                .expected(format!("{expected:#04x} there"))
+                .found(format!(
+                    "{found} at byte {first} (byte {in_file} of the file), the first of {bytes} that differ"
+                ));
+            finding.offset = Some(first);
+            finding.differing = Some(bytes);
+            report.push(finding);
+        }
+        Ok(())
+    }
+
+    fn compare(&self, file: u32, param: u32, at: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+        let Some(written) = &self.files[file as usize] else {
+            let fault = Fault::new("a rank that is not compared").tensor(&self.plan.params[param as usize].name);
+            return Err(fault.audit());
+        };
+        if let Some(handle) = written.open(self.dir) {
+            BUFFER.with_borrow_mut(|buffer| {
+                buffer.resize(CHUNK, 0);
+                for (i, want) in bytes.chunks(CHUNK).enumerate() {
+                    let skipped = (i * CHUNK) as u64;
+                    match read_up_to(&handle, &mut buffer[..want.len()], at + skipped) {
+                        Ok(read) if buffer[..read] == *want => {}
+                        Ok(read) => self.differ(file, param, offset + skipped, want, &buffer[..read]),
+                        Err(error) => {
+                            let _ = written.failure.set(error.to_string());
+                            break;
+                        }
+                    }
+                }
+            });
+        }
+        written.done(bytes.len() as u64);
+        Ok(())
+    }
+
+    /// Notes bytes of a tensor that differ; `got` is shorter than `want` where the file ends.
+    fn differ(&self, file: u32, param: u32, offset: u64, want: &[u8], got: &[u8]) {
+        let unequal = |i: &usize| got.get(*i) != Some(&want[*i]);
+        let Some(first) = (0..want.len()).find(unequal) else { return };
+        let bytes = (first..want.len()).filter(unequal).count() as u64;
+        let new =
+            Difference { first: offset + first as u64, expected: want[first], found: got.get(first).copied(), bytes };
+        let mut differences = lock(&self.differences);
+        match differences.get_mut(&(file, param)) {
+            None => {
+                differences.insert((file, param), new);
+            }
+            Some(known) => {
+                let bytes = known.bytes + new.bytes;
+                if new.first < known.first {
+                    *known = new;
+                }
+                known.bytes = bytes;
+            }
+        }
+    }
+}
+
+impl Sink for Comparer<'_> {
+    fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        for rank in ranks {
+            let slice = &self.plan.params[param as usize].slices[*rank as usize];
+            let data_start = self.files[slice.file as usize].as_ref().map_or(0, |written| written.data_start);
+            self.compare(slice.file, param, data_start + slice.offset + offset, offset, bytes)?;
+        }
+        Ok(())
+    }
+}
+
+impl Written<'_> {
+    /// The open file; `None` when it cannot be opened.
+    fn open(&self, dir: &Path) -> Option<Arc<File>> {
+        if let Handle::Open(file) = &*self.handle.read().unwrap_or_else(PoisonError::into_inner) {
+            return Some(file.clone());
+        }
+        let mut handle = self.handle.write().unwrap_or_else(PoisonError::into_inner);
+        match &*handle {
+            Handle::Open(file) => return Some(file.clone()),
+            Handle::Closed => return None,
+            Handle::Unopened => {}
+        }
+        let path = dir.join(self.name);
+        // Asked before it is opened: opening a pipe would wait for a writer.
+        let opened = std::fs::metadata(&path).and_then(|status| {
+            if status.is_file() { File::open(&path) } else { Err(std::io::Error::other("not a regular file")) }
+        });
+        match opened {
+            Ok(file) => {
+                let file = Arc::new(file);
+                *handle = Handle::Open(file.clone());
+                Some(file)
+            }
+            Err(error) => {
+                *handle = Handle::Closed;
+                let _ = self.failure.set(error.to_string());
+                None
+            }
+        }
+    }
+
+    /// Counts compared bytes, and closes the file after the last: a model has more files than a process may open.
+    fn done(&self, bytes: u64) {
+        if self.missing.fetch_sub(bytes, Ordering::AcqRel) == bytes {
+            *self.handle.write().unwrap_or_else(PoisonError::into_inner) = Handle::Closed;
+        }
+    }
+}
+
+/// Reads until the buffer is full or the file ends.
+fn read_up_to(file: &File, buffer: &mut [u8], at: u64) -> std::io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match file.read_at(&mut buffer[filled..], at + filled as u64) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
