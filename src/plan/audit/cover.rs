@@ -2,6 +2,7 @@
 
 use super::fault;
 use crate::error::{Fault, Result};
+use crate::gguf::GgmlType;
 use crate::mapping::{CutKind, Matrix};
 use crate::plan::{Origin, Param, Plan};
 
@@ -16,6 +17,18 @@ struct Rect {
 }
 
 impl Rect {
+    /// Whether it has elements and all of them lie in `whole`. Until this is known, its numbers may be anything.
+    fn is_inside(&self, whole: Matrix) -> bool {
+        let steps = self.rows.checked_sub(1).and_then(|steps| steps.checked_mul(self.step));
+        let last_row = steps.and_then(|steps| steps.checked_add(self.row));
+        let end_col = self.col.checked_add(self.cols);
+        self.step > 0
+            && self.cols > 0
+            && last_row.is_some_and(|row| row < whole.rows)
+            && end_col.is_some_and(|col| col <= whole.cols)
+    }
+
+    /// The last row of a rectangle that lies inside.
     fn last_row(&self) -> u64 {
         self.row + (self.rows - 1) * self.step
     }
@@ -45,7 +58,10 @@ enum Flaw {
 
 impl std::fmt::Display for Flaw {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let show = |r: &Rect| format!("rows {}..={} columns {}..{}", r.row, r.last_row(), r.col, r.col + r.cols);
+        let show = |r: &Rect| {
+            let step = if r.step == 1 { String::new() } else { format!(" {} apart", r.step) };
+            format!("{} rows{step} from row {} and {} columns from column {}", r.rows, r.row, r.cols, r.col)
+        };
         match self {
             Flaw::Outside(r) => write!(f, "{} lie outside", show(r)),
             Flaw::Overlap(a, b) => write!(f, "{} and {} overlap", show(a), show(b)),
@@ -58,16 +74,7 @@ impl std::fmt::Display for Flaw {
 fn exact(rects: &mut [Rect], whole: Matrix) -> std::result::Result<(), Flaw> {
     let mut area = 0u64;
     for r in rects.iter() {
-        let inside = r.rows > 0
-            && r.cols > 0
-            && r.step > 0
-            && r.rows <= whole.rows
-            && r.step <= whole.rows
-            && r.row < whole.rows
-            && r.last_row() < whole.rows
-            && r.cols <= whole.cols
-            && r.col <= whole.cols - r.cols;
-        if !inside {
+        if !r.is_inside(whole) {
             return Err(Flaw::Outside(*r));
         }
         area = area.saturating_add(r.rows.saturating_mul(r.cols));
@@ -92,11 +99,18 @@ pub(super) fn destinations(plan: &Plan) -> Result<u64> {
     let mut rects: Vec<Rect> = Vec::new();
     for param in &plan.params {
         for (rank, slice) in param.slices.iter().enumerate() {
-            if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape {
+            if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape
+            {
                 continue;
             }
             rects.clear();
-            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect { row: p.row, step: 1, rows: p.rows, col: p.col, cols: p.cols }));
+            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect {
+                row: p.row,
+                step: 1,
+                rows: p.rows,
+                col: p.col,
+                cols: p.cols,
+            }));
             let whole = Matrix::of(slice.shape.axes());
             exact(&mut rects, whole).map_err(|flaw| {
                 let expected = format!("all {} elements of its slice filled once", whole.rows * whole.cols);
@@ -120,8 +134,10 @@ pub(super) fn sources(plan: &Plan) -> Result<u64> {
                 }
                 if let Some((scale, element)) = region.op.scale {
                     match plan.sources.get(scale as usize) {
-                        Some(s) if element < s.elements => scales[scale as usize] = true,
-                        Some(_) | None => return Err(fault(param, rank, "its scale does not exist").audit()),
+                        Some(s) if element < s.elements && s.ty == GgmlType::F32 => scales[scale as usize] = true,
+                        Some(_) | None => {
+                            return Err(fault(param, rank, "its scale is no F32 value of the file").audit());
+                        }
                     }
                 }
                 let (rows, cols) = if region.transpose { (piece.cols, piece.rows) } else { (piece.rows, piece.cols) };
@@ -154,15 +170,26 @@ pub(super) fn sources(plan: &Plan) -> Result<u64> {
     }
     let mut ignored = vec![false; plan.sources.len()];
     for i in &plan.model.ignored {
-        ignored[i.source as usize] = true;
+        match ignored.get_mut(i.source as usize) {
+            Some(ignored) => *ignored = true,
+            None => return Err(Fault::new(format!("source {} is ignored, but does not exist", i.source)).audit()),
+        }
     }
     for (i, source) in plan.sources.iter().enumerate() {
+        if source.ty.tensor_bytes(&[source.elements]) != Some(source.bytes) {
+            return Err(Fault::new(format!("{} elements of {} in {} bytes", source.elements, source.ty, source.bytes))
+                .tensor(&source.name)
+                .audit());
+        }
         let fates = [covered[i] || (source.elements == 0 && !ignored[i]), scales[i], ignored[i]];
         if fates.iter().filter(|f| **f).count() != 1 {
-            return Err(Fault::new(format!("placed: {}, used as a scale: {}, ignored: {}", covered[i], scales[i], ignored[i]))
-                .tensor(&source.name)
-                .expected("exactly one of these")
-                .audit());
+            return Err(Fault::new(format!(
+                "placed: {}, used as a scale: {}, ignored: {}",
+                covered[i], scales[i], ignored[i]
+            ))
+            .tensor(&source.name)
+            .expected("exactly one of these")
+            .audit());
         }
     }
     Ok(plan.sources.len() as u64)

@@ -5,7 +5,13 @@ use crate::error::Result;
 use crate::mapping::{CutKind, Matrix, ValueOp, Weight};
 use crate::plan::{Origin, Param, Plan};
 
-/// Traces the corners and some seeded positions of every piece. Gives the number of positions.
+/// Traces every piece: by the corners of each run of rows over which the rule is even, and one seeded position of each.
+///
+/// Within such a run both the piece and the rule name a source element that grows by the same amount from row to row,
+/// and from column to column; if they agree at the corners they agree everywhere. (The corners of a whole piece would
+/// not do: a lost un-permutation moves every row of a head but the first and the last.)
+///
+/// Gives the number of positions.
 pub(super) fn check(plan: &Plan) -> Result<u64> {
     let mut traced = 0;
     let mut seed = 0x9E37_79B9_7F4A_7C15u64;
@@ -13,28 +19,49 @@ pub(super) fn check(plan: &Plan) -> Result<u64> {
         let weight = &plan.model.weights[param.weight as usize];
         for (rank, slice) in param.slices.iter().enumerate() {
             for piece in plan.pieces_of(slice) {
-                let (bottom, right) = (piece.rows - 1, piece.cols - 1);
-                let mut positions = [(0, 0), (0, right), (bottom, 0), (bottom, right), (0, 0), (0, 0)];
-                for random in &mut positions[4..] {
-                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                    *random = ((seed >> 33) % piece.rows, (seed >> 17) % piece.cols);
+                if matches!(piece.origin, Origin::Fill(value) if value.to_bits() != 0) {
+                    return Err(fault(param, rank, "it is padded with something else than zero").audit());
                 }
-                for (i, j) in positions {
-                    let at = (piece.row + i, piece.col + j);
-                    let planned = match &piece.origin {
-                        Origin::Source(region) => Some((region.source, region.element(i, j), region.op)),
-                        Origin::Fill(_) => None,
-                    };
-                    position(plan, param, weight, rank, at, planned)?;
-                    if matches!(piece.origin, Origin::Fill(value) if value.to_bits() != 0) {
-                        return Err(fault(param, rank, "it is padded with something else than zero").audit());
+                let mut top = 0;
+                while top < piece.rows {
+                    let (weight_row, _) = in_weight(plan, weight, rank as u64, piece.row + top, piece.col);
+                    let rows = even_rows(weight, weight_row).min(piece.rows - top);
+                    let (bottom, right) = (top + rows - 1, piece.cols - 1);
+                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    let random = (top + (seed >> 33) % rows, (seed >> 17) % piece.cols);
+                    for (i, j) in [(top, 0), (top, right), (bottom, 0), (bottom, right), random] {
+                        let planned = match &piece.origin {
+                            Origin::Source(region) => Some((region.source, region.element(i, j), region.op)),
+                            Origin::Fill(_) => None,
+                        };
+                        position(plan, param, weight, rank, (piece.row + i, piece.col + j), planned)?;
+                        traced += 1;
                     }
-                    traced += 1;
+                    top += rows;
                 }
             }
         }
     }
     Ok(traced)
+}
+
+/// For how many rows of the weight, from `row` on, the rule goes evenly through one source: to the end of the part or,
+/// where a permutation is undone, of the half head. Padding goes on for ever.
+fn even_rows(weight: &Weight, row: u64) -> u64 {
+    let recipe = &weight.recipe;
+    let unit_rows: u64 = recipe.parts.iter().map(|p| p.rows).sum();
+    if row.checked_div(unit_rows).is_none_or(|unit| unit >= recipe.units) {
+        return u64::MAX;
+    }
+    let mut k = row % unit_rows;
+    for part in &recipe.parts {
+        if k < part.rows {
+            let run = part.unpermute.map_or(part.rows, |heads| part.rows / heads / 2);
+            return run - k % run;
+        }
+        k -= part.rows;
+    }
+    u64::MAX
 }
 
 fn position(
@@ -47,7 +74,7 @@ fn position(
 ) -> Result<()> {
     let (weight_row, weight_col) = in_weight(plan, weight, rank as u64, row, col);
     let ruled = origin(weight, weight_row, weight_col);
-    if ruled == planned {
+    if same(&ruled, &planned) {
         return Ok(());
     }
     let show = |at: &Option<(u32, u64, ValueOp)>| match at {
@@ -61,6 +88,12 @@ fn position(
     Err(fault(param, rank, format!("element ({row}, {col}) of its slice is filled from {}", show(&planned)))
         .expected(format!("{}, by the rule for element ({weight_row}, {weight_col}) of the weight", show(&ruled)))
         .audit())
+}
+
+/// Equality of places and of the arithmetic bit for bit: adding 0 and adding -0 are not the same.
+fn same(a: &Option<(u32, u64, ValueOp)>, b: &Option<(u32, u64, ValueOp)>) -> bool {
+    let bits = |at: &Option<(u32, u64, ValueOp)>| at.map(|(s, e, op)| (s, e, op.scale, op.add.map(f32::to_bits)));
+    bits(a) == bits(b)
 }
 
 /// Where in the whole weight, seen as a matrix, an element of a rank's slice belongs.
