@@ -22,7 +22,8 @@ impl Rect {
         let steps = self.rows.checked_sub(1).and_then(|steps| steps.checked_mul(self.step));
         let last_row = steps.and_then(|steps| steps.checked_add(self.row));
         let end_col = self.col.checked_add(self.cols);
-        self.step > 0
+        // The step of a single row leads nowhere, but must not be absurd either.
+        (1..=whole.rows).contains(&self.step)
             && self.cols > 0
             && last_row.is_some_and(|row| row < whole.rows)
             && end_col.is_some_and(|col| col <= whole.cols)
@@ -242,6 +243,7 @@ mod tests {
         assert!(!covers(&[rect(0, 1, 7, 0, 8)], 6, 8));
         assert!(!covers(&[rect(0, 1, 6, 1, 8)], 6, 8));
         assert!(!covers(&[rect(0, 0, 6, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, u64::MAX, 1, 0, 8)], 1, 8));
         // The same area, but one row twice and one not at all.
         assert!(!covers(&[rect(0, 2, 3, 0, 8), rect(1, 1, 3, 0, 8)], 6, 8));
     }
