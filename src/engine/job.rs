@@ -1,5 +1,7 @@
 //! Jobs: a parameter's pieces on all ranks, grouped by the region of the source that they read.
 
+use std::collections::HashMap;
+
 use crate::mapping::ValueOp;
 use crate::plan::{Origin, Param, Plan, Region};
 
@@ -23,9 +25,24 @@ pub(super) enum Read {
     Run { source: u32, start: u64, elements: u64, op: ValueOp },
     /// Rows of elements, `stride` apart, the first row's first element being `start`; outputs take columns of them.
     Rows { source: u32, start: u64, stride: u64, rows: u64, op: ValueOp },
-    /// A matrix of `rows` × `cols` elements whose columns become rows.
-    Transposed { source: u32, start: u64, stride: u64, rows: u64, cols: u64, op: ValueOp },
+    /// As `Rows`, but the columns that an output takes become rows.
+    Transposed { source: u32, start: u64, stride: u64, rows: u64, op: ValueOp },
 }
+
+impl Read {
+    /// What two reads of one region have in common; none for constants, which cost nothing to make again.
+    fn key(&self) -> Option<Key> {
+        let (shape, source, [start, stride, rows], op) = match *self {
+            Read::Fill { .. } => return None,
+            Read::Run { source, start, elements, op } => (0, source, [start, 0, elements], op),
+            Read::Rows { source, start, stride, rows, op } => (1, source, [start, stride, rows], op),
+            Read::Transposed { source, start, stride, rows, op } => (2, source, [start, stride, rows], op),
+        };
+        Some((shape, source, [start, stride, rows], op.scale, op.add.map(f32::to_bits)))
+    }
+}
+
+type Key = (u8, u32, [u64; 3], Option<(u32, u64)>, Option<u32>);
 
 /// One place that a job's elements go to.
 #[derive(Debug, Clone, PartialEq)]
@@ -34,9 +51,9 @@ pub(super) struct Output {
     pub param: u32,
     /// The ranks that hold this very slice.
     pub ranks: Vec<u32>,
-    /// First column of a `Rows` read that it takes; 0 otherwise.
+    /// First column of a `Rows` or `Transposed` read that it takes; 0 otherwise.
     pub col: u64,
-    /// Columns that it takes (of a `Rows` read), or elements per row of what it gets.
+    /// Columns that it takes, or all elements of a run.
     pub cols: u64,
     /// First element in the slice.
     pub start: u64,
@@ -47,16 +64,15 @@ pub(super) struct Output {
 /// The jobs of a parameter, and of those that join it, for the wanted ranks, in the order of the source.
 pub(super) fn jobs(plan: &Plan, index: u32, joining: &[u32], wanted: &[bool]) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
+    let mut known: HashMap<Key, usize> = HashMap::new();
     for param in std::iter::once(&index).chain(joining) {
-        add_jobs(plan, *param, wanted, &mut jobs);
+        add_jobs(plan, *param, wanted, &mut jobs, &mut known);
     }
     jobs
 }
 
-fn add_jobs(plan: &Plan, index: u32, wanted: &[bool], jobs: &mut Vec<Job>) {
+fn add_jobs(plan: &Plan, index: u32, wanted: &[bool], jobs: &mut Vec<Job>, known: &mut HashMap<Key, usize>) {
     let param = &plan.params[index as usize];
-    // What joins an earlier parameter may share reads with any of its jobs.
-    let look_back = if param.joins.is_some() { usize::MAX } else { LOOK_BACK };
     for (ranks, pieces) in distinct(param, wanted) {
         let slice = &param.slices[ranks[0] as usize];
         let width = crate::mapping::Matrix::of(slice.shape.axes()).cols;
@@ -89,19 +105,13 @@ fn add_jobs(plan: &Plan, index: u32, wanted: &[bool], jobs: &mut Vec<Job>) {
             let (col, cols, start, stride) = output;
             let output = Output { param: index, ranks: ranks.clone(), col, cols, start, stride };
             // Row-parallel ranks take columns of the same rows: one job decodes them for all.
-            let shares = |job: &&mut Job| job.read == read && !matches!(read, Read::Fill { .. });
-            match jobs.iter_mut().rev().take(look_back).find(shares) {
-                Some(job) => job.outputs.push(output),
-                None => jobs.push(Job { param: index, read, outputs: vec![output] }),
+            match read.key().map(|key| known.entry(key).or_insert(jobs.len())) {
+                Some(at) if *at < jobs.len() => jobs[*at].outputs.push(output),
+                Some(_) | None => jobs.push(Job { param: index, read, outputs: vec![output] }),
             }
         }
     }
 }
-
-/// How many earlier jobs of a parameter are searched for the same read. Ranks repeat their pieces in the same order, so
-/// a parameter of many pieces per rank (heads) is either cut by heads, and nothing repeats, or replicated, and then
-/// the ranks are one output.
-const LOOK_BACK: usize = 64;
 
 /// A region as a read, and the output's (col, cols, start, stride).
 fn source_read(
@@ -116,10 +126,10 @@ fn source_read(
     let first = region.row * region.width;
     let stride = region.step * region.width;
     if region.transpose {
-        let read = Read::Transposed { source, start: first + region.col, stride, rows: cols, cols: rows, op };
-        return (read, (0, cols, start, width));
+        return (Read::Transposed { source, start: first, stride, rows: cols, op }, (region.col, rows, start, width));
     }
-    if rows == 1 || (in_one_run && stride == cols) {
+    // A single row of which other ranks may take other columns is left to `Rows`, where they share its blocks.
+    if in_one_run && (stride == cols || (rows == 1 && cols == region.width)) {
         let elements = rows * cols;
         return (Read::Run { source, start: first + region.col, elements, op }, (0, elements, start, elements));
     }

@@ -10,8 +10,8 @@ use super::tile::{Context, Scratch, Tile, tiles};
 use super::{Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
-use crate::gguf::{Advice, GgufSet};
-use crate::plan::{Origin, Plan};
+use crate::gguf::{Advice, GgufSet, SourceTensor};
+use crate::plan::{Origin, Plan, PlannedSource};
 
 /// How to execute a plan. None of it changes a byte of the output.
 #[derive(Debug, Clone)]
@@ -71,6 +71,7 @@ impl<'a> Engine<'a> {
     /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
     pub fn run(&self, sink: &dyn Sink, progress: &(dyn Fn(u64) + Sync)) -> Result<Outcome> {
         let plan = self.plan;
+        self.check_sources()?;
         let mut wanted = vec![self.options.ranks.is_empty(); plan.tp as usize];
         for rank in &self.options.ranks {
             let slot = wanted.get_mut(*rank as usize);
@@ -113,6 +114,23 @@ impl<'a> Engine<'a> {
             Some(error) => Err(error),
             None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),
         }
+    }
+}
+
+impl Engine<'_> {
+    /// The set has the very tensors that the plan was made for. With others, types of equal size would pass for each
+    /// other without any error.
+    fn check_sources(&self) -> Result<()> {
+        let (planned, held) = (&self.plan.sources, self.set.tensors());
+        let same = |(p, t): (&PlannedSource, &SourceTensor)| {
+            p.name == t.name && p.ty == t.ty && p.bytes == t.bytes && p.elements == t.elements()
+        };
+        if planned.len() == held.len() && planned.iter().zip(held).all(same) {
+            return Ok(());
+        }
+        let different = planned.iter().zip(held).find(|pair| !same(*pair)).map(|(p, _)| p.name.clone());
+        let fault = Fault::new("the source's tensors are not those that the plan was made for").file(self.set.path());
+        Err(different.into_iter().fold(fault, Fault::tensor).audit())
     }
 }
 

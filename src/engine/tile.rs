@@ -21,6 +21,11 @@ pub(super) struct Tile {
 /// Splits a job into tiles of about `target` elements, between blocks of `block` elements.
 pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
     let target = target.max(block);
+    // The columns that some output takes.
+    let taken = || {
+        let first = job.outputs.iter().map(|o| o.col).min().unwrap_or(0);
+        first..job.outputs.iter().map(|o| o.col + o.cols).max().unwrap_or(0)
+    };
     let chunks = |range: Range<u64>, step: u64| -> Vec<Range<u64>> {
         let mut out = Vec::new();
         let mut at = range.start;
@@ -41,19 +46,18 @@ pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
             grid(vec![0..1], chunks(start..start + elements, target / block * block))
         }
         Read::Rows { rows, .. } => {
-            let first = job.outputs.iter().map(|o| o.col).min().unwrap_or(0);
-            let last = job.outputs.iter().map(|o| o.col + o.cols).max().unwrap_or(0);
-            let span = (last - first).max(1);
+            let cols = taken();
+            let span = (cols.end - cols.start).max(1);
             if span <= target {
-                grid(chunks(0..rows, target / span), vec![first..last])
+                grid(chunks(0..rows, target / span), vec![cols])
             } else {
-                grid((0..rows).map(|r| r..r + 1).collect(), chunks(first..last, target / block * block))
+                grid((0..rows).map(|r| r..r + 1).collect(), chunks(cols, target / block * block))
             }
         }
-        Read::Transposed { rows, cols, .. } => {
+        Read::Transposed { rows, .. } => {
             let wide = (target / rows.max(1) / block).max(1) * block;
             let tall = (target / wide).max(1);
-            grid(chunks(0..rows, tall.max(rows.min(4 * tall))), chunks(0..cols, wide))
+            grid(chunks(0..rows, tall.max(rows.min(4 * tall))), chunks(taken(), wide))
         }
     }
 }
@@ -99,9 +103,18 @@ impl Context<'_> {
             }
             Read::Transposed { source, start, stride, op, .. } => {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
+                let rows = (tile.rows.end - tile.rows.start) as usize;
+                let cols = (tile.cols.end - tile.cols.start) as usize;
+                let Scratch { decoded, out, .. } = scratch;
+                match dtype.bytes() {
+                    1 => transpose::<1>(decoded, rows, cols, out),
+                    2 => transpose::<2>(decoded, rows, cols, out),
+                    4 => transpose::<4>(decoded, rows, cols, out),
+                    _ => transpose::<8>(decoded, rows, cols, out),
+                }
                 let mut bytes = 0;
                 for output in &job.outputs {
-                    bytes += self.put_transposed(output, tile, dtype, scratch)?;
+                    bytes += self.put_transposed(output, tile, dtype, out)?;
                 }
                 Ok((bytes, found))
             }
@@ -258,19 +271,16 @@ impl Context<'_> {
         self.put_rows(output, first, cols, width, &scratch.out)
     }
 
-    /// Hands an output the transposed tile: its columns become rows.
-    fn put_transposed(&self, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
-        let rows = (tile.rows.end - tile.rows.start) as usize;
-        let cols = (tile.cols.end - tile.cols.start) as usize;
-        let Scratch { decoded, out, .. } = scratch;
-        match dtype.bytes() {
-            1 => transpose::<1>(decoded, rows, cols, out),
-            2 => transpose::<2>(decoded, rows, cols, out),
-            4 => transpose::<4>(decoded, rows, cols, out),
-            _ => transpose::<8>(decoded, rows, cols, out),
+    /// Hands an output the rows that it takes of the transposed tile.
+    fn put_transposed(&self, output: &Output, tile: &Tile, dtype: Dtype, turned: &[u8]) -> Result<u64> {
+        let taken = output.col.max(tile.cols.start)..(output.col + output.cols).min(tile.cols.end);
+        if taken.start >= taken.end {
+            return Ok(0);
         }
-        let first = output.start + tile.cols.start * output.stride + tile.rows.start;
-        self.put_rows(output, first, rows as u64, dtype.bytes(), out)
+        let rows = tile.rows.end - tile.rows.start;
+        let at = |col: u64| ((col - tile.cols.start) * rows * dtype.bytes()) as usize;
+        let first = output.start + (taken.start - output.col) * output.stride + tile.rows.start;
+        self.put_rows(output, first, rows, dtype.bytes(), &turned[at(taken.start)..at(taken.end)])
     }
 
     /// Hands on rows of `cols` elements that lie `output.stride` apart in the slice, as one run where they touch.
@@ -359,8 +369,9 @@ mod tests {
             assert!(tiles(&run, 32, target).iter().all(|t| t.cols.start % 32 == 0));
             let rows = Read::Rows { source: 0, start: 0, stride: 512, rows: 7, op };
             cover(&job(rows, vec![output(64, 64), output(128, 64)]), 7, 64..192, 32, target);
-            let turned = Read::Transposed { source: 0, start: 0, stride: 192, rows: 50, cols: 192, op };
-            cover(&job(turned, vec![output(0, 50)]), 50, 0..192, 32, target);
+            let turned = Read::Transposed { source: 0, start: 0, stride: 192, rows: 50, op };
+            cover(&job(turned, vec![output(0, 192)]), 50, 0..192, 32, target);
+            cover(&job(turned, vec![output(96, 16), output(112, 48)]), 50, 96..160, 32, target);
         }
     }
 

@@ -125,6 +125,7 @@ impl Plan {
             name: spec.name,
             set: spec.set,
             content: spec.content,
+            pinned: spec.pinned,
             dtype,
             shape,
             cut,

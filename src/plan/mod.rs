@@ -22,7 +22,7 @@ use std::ops::Range;
 use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::gguf::GgmlType;
-use crate::mapping::{Content, CutKind, Model, MtpPolicy, Profile, Set, ValueOp};
+use crate::mapping::{Content, CutKind, Model, MtpPolicy, PinnedDtype, Profile, Set, ValueOp};
 
 /// What is written where, and from what.
 #[derive(Debug, Clone)]
@@ -88,6 +88,8 @@ pub struct Param {
     pub stage: u32,
     /// The weights it is made of.
     pub content: Content,
+    /// A dtype that the layout or the weight pins.
+    pub pinned: Option<PinnedDtype>,
     /// Its element type.
     pub dtype: Dtype,
     /// Its whole shape before any cut or padding, row-major.

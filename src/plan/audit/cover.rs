@@ -3,6 +3,7 @@
 use super::fault;
 use super::holding::holdings;
 use crate::error::{Fault, Result};
+use crate::gguf::GgmlType;
 use crate::mapping::{Matrix, Set};
 use crate::plan::{Origin, Plan};
 
@@ -17,6 +18,19 @@ struct Rect {
 }
 
 impl Rect {
+    /// Whether it has elements and all of them lie in `whole`. Until this is known, its numbers may be anything.
+    fn is_inside(&self, whole: Matrix) -> bool {
+        let steps = self.rows.checked_sub(1).and_then(|steps| steps.checked_mul(self.step));
+        let last_row = steps.and_then(|steps| steps.checked_add(self.row));
+        let end_col = self.col.checked_add(self.cols);
+        // The step of a single row leads nowhere, but must not be absurd either.
+        (1..=whole.rows).contains(&self.step)
+            && self.cols > 0
+            && last_row.is_some_and(|row| row < whole.rows)
+            && end_col.is_some_and(|col| col <= whole.cols)
+    }
+
+    /// The last row of a rectangle that lies inside.
     fn last_row(&self) -> u64 {
         self.row + (self.rows - 1) * self.step
     }
@@ -46,7 +60,10 @@ enum Flaw {
 
 impl std::fmt::Display for Flaw {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let show = |r: &Rect| format!("rows {}..={} columns {}..{}", r.row, r.last_row(), r.col, r.col + r.cols);
+        let show = |r: &Rect| {
+            let step = if r.step == 1 { String::new() } else { format!(" {} apart", r.step) };
+            format!("{} rows{step} from row {} and {} columns from column {}", r.rows, r.row, r.cols, r.col)
+        };
         match self {
             Flaw::Outside(r) => write!(f, "{} lie outside", show(r)),
             Flaw::Overlap(a, b) => write!(f, "{} and {} overlap", show(a), show(b)),
@@ -59,16 +76,7 @@ impl std::fmt::Display for Flaw {
 fn exact(rects: &mut [Rect], whole: Matrix) -> std::result::Result<(), Flaw> {
     let mut area = 0u64;
     for r in rects.iter() {
-        let inside = r.rows > 0
-            && r.cols > 0
-            && r.step > 0
-            && r.rows <= whole.rows
-            && r.step <= whole.rows
-            && r.row < whole.rows
-            && r.last_row() < whole.rows
-            && r.cols <= whole.cols
-            && r.col <= whole.cols - r.cols;
-        if !inside {
+        if !r.is_inside(whole) {
             return Err(Flaw::Outside(*r));
         }
         area = area.saturating_add(r.rows.saturating_mul(r.cols));
@@ -187,8 +195,10 @@ fn placements(plan: &Plan, scales: &mut [bool]) -> Result<Vec<Placed>> {
                 }
                 if let Some((scale, element)) = region.op.scale {
                     match plan.sources.get(scale as usize) {
-                        Some(s) if element < s.elements => scales[scale as usize] = true,
-                        Some(_) | None => return Err(fault(param, rank, "its scale does not exist").audit()),
+                        Some(s) if element < s.elements && s.ty == GgmlType::F32 => scales[scale as usize] = true,
+                        Some(_) | None => {
+                            return Err(fault(param, rank, "its scale is no F32 value of the file").audit());
+                        }
                     }
                 }
                 let part = parts.partition_point(|h| h.start <= piece.row).checked_sub(1).and_then(|i| parts.get(i));
@@ -227,6 +237,10 @@ fn fates(plan: &Plan, covered: &[bool], scales: &[bool]) -> Result<()> {
         }
     }
     for (i, source) in plan.sources.iter().enumerate() {
+        if source.ty.tensor_bytes(&[source.elements]) != Some(source.bytes) {
+            let found = format!("{} elements of {} in {} bytes", source.elements, source.ty, source.bytes);
+            return Err(Fault::new(found).tensor(&source.name).audit());
+        }
         let used = covered[i] || (source.elements == 0 && !ignored[i]);
         let fates = [used, scales[i], ignored[i]];
         let count = fates.iter().filter(|f| **f).count();
@@ -266,6 +280,7 @@ mod tests {
         assert!(!covers(&[rect(0, 1, 7, 0, 8)], 6, 8));
         assert!(!covers(&[rect(0, 1, 6, 1, 8)], 6, 8));
         assert!(!covers(&[rect(0, 0, 6, 0, 8)], 6, 8));
+        assert!(!covers(&[rect(0, u64::MAX, 1, 0, 8)], 1, 8));
         // The same area, but one row twice and one not at all.
         assert!(!covers(&[rect(0, 2, 3, 0, 8), rect(1, 1, 3, 0, 8)], 6, 8));
     }

@@ -1,18 +1,37 @@
 //! Proof of shapes, cuts and places in files.
 
+use std::collections::HashMap;
+
 use super::fault;
 use super::holding::{Holding, holdings};
+use crate::dequant::FloatType;
+use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
-use crate::mapping::{Content, CutKind, Set};
-use crate::plan::{Param, Plan};
+use crate::mapping::{Content, CutKind, Matrix, PinnedDtype, Set, Weight};
+use crate::plan::{DRAFT_FOLDER, Param, Plan, PlannedFile};
 
 pub(super) fn check(plan: &Plan) -> Result<()> {
+    if plan.tp == 0 || plan.profile.rules.vocab.multiple == 0 || plan.policy.moe_pad == Some(0) {
+        let vocab = plan.profile.rules.vocab.multiple;
+        let found = format!("{} ranks, a vocabulary padded to a multiple of {vocab}", plan.tp);
+        return Err(Fault::new(found).expected("neither to be 0").audit());
+    }
+    for weight in &plan.model.weights {
+        recipe(plan, weight)?;
+    }
     for param in &plan.params {
         if param.slices.len() != plan.tp as usize {
             let found = format!("{} slices", param.slices.len());
             return Err(fault(param, 0, found).expected(format!("one for each of {} ranks", plan.tp)).audit());
         }
+        for (rank, slice) in param.slices.iter().enumerate() {
+            if plan.pieces.get(slice.pieces.start as usize..slice.pieces.end as usize).is_none() {
+                let found = format!("its pieces are {:?} of {}", slice.pieces, plan.pieces.len());
+                return Err(fault(param, rank, found).audit());
+            }
+        }
         content(plan, param)?;
+        dtype(plan, param)?;
         let mut held = vec![(0u64, 0u64); param.content.weights().len()];
         for rank in 0..param.slices.len() {
             slice(plan, param, rank, &mut held)?;
@@ -54,6 +73,61 @@ fn content(plan: &Plan, param: &Param) -> Result<()> {
     if whole != param.shape {
         let found = format!("its whole shape is planned as {:?}", param.shape);
         return Err(fault(param, 0, found).expected(format!("{whole:?}, by its weights")).audit());
+    }
+    Ok(())
+}
+
+/// The recipe makes up the weight's matrix and nothing else.
+fn recipe(plan: &Plan, weight: &Weight) -> Result<()> {
+    let recipe = &weight.recipe;
+    let wrong = |found: String| {
+        Fault::new(found).tensor(&weight.name).expected(format!("a recipe for shape {:?}", weight.shape)).audit()
+    };
+    if weight.shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).is_none() {
+        return Err(wrong("its shape has too many elements".into()));
+    }
+    let whole = Matrix::of(&weight.shape);
+    let mut rows = Some(0u64);
+    for part in &recipe.parts {
+        let Some(source) = plan.sources.get(part.source as usize) else {
+            return Err(wrong(format!("it is made of source {}, which does not exist", part.source)));
+        };
+        let taken = recipe.units.checked_mul(part.rows).and_then(|n| n.checked_mul(part.cols));
+        if taken.and_then(|n| n.checked_add(part.start)).is_none_or(|end| end > source.elements) {
+            return Err(wrong(format!("it takes elements of '{}' that are not there", source.name)));
+        }
+        let even = part.unpermute.is_none_or(|heads| heads > 0 && part.rows.is_multiple_of(heads.saturating_mul(2)));
+        if (part.rows > 0 && part.cols != whole.cols) || !even || (part.transpose && part.unpermute.is_some()) {
+            return Err(wrong(format!("'{}' gives it {} rows of {} columns", source.name, part.rows, part.cols)));
+        }
+        rows = rows.and_then(|n| n.checked_add(part.rows));
+    }
+    match rows.and_then(|n| n.checked_mul(recipe.units)) {
+        Some(rows) if rows == whole.rows => Ok(()),
+        Some(_) | None => Err(wrong(format!("its sources do not give {} rows", whole.rows))),
+    }
+}
+
+/// The element type is the pinned one, or that of the policy; under `raw` numbers that are no weights keep theirs.
+fn dtype(plan: &Plan, param: &Param) -> Result<()> {
+    let policy = match plan.policy.dtype {
+        FloatType::F32 => Dtype::F32,
+        FloatType::F16 => Dtype::F16,
+        FloatType::BF16 => Dtype::BF16,
+    };
+    let weights = || param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]);
+    // A layout may pin what the checkpoint does not; it never unpins.
+    let pinned = weights().any(|w| w.pinned == Some(PinnedDtype::F32)) || param.pinned == Some(PinnedDtype::F32);
+    let mut ruled = if pinned { Dtype::F32 } else { policy };
+    for source in weights().flat_map(|w| &w.recipe.parts).filter_map(|part| plan.sources.get(part.source as usize)) {
+        match Dtype::parse(source.ty.name()) {
+            None | Some(Dtype::F32 | Dtype::F16 | Dtype::BF16) => {}
+            Some(own) if plan.model.verbatim => ruled = own,
+            Some(own) => return Err(fault(param, 0, format!("it is made of {own} numbers")).audit()),
+        }
+    }
+    if param.dtype != ruled {
+        return Err(fault(param, 0, format!("its dtype is {}", param.dtype)).expected(ruled.name()).audit());
     }
     Ok(())
 }
@@ -102,7 +176,7 @@ fn slice(plan: &Plan, param: &Param, rank: usize, held: &mut [(u64, u64)]) -> Re
 
 fn between_units(part: &Holding<'_>) -> std::result::Result<(), String> {
     let Some(units) = part.weight.cut.units.filter(|_| part.ways > 1) else { return Ok(()) };
-    let whole = crate::mapping::Matrix::of(&part.weight.shape);
+    let whole = Matrix::of(&part.weight.shape);
     let (axis, held) = match part.weight.cut.kind {
         CutKind::Column => (whole.rows, part.real.rows),
         CutKind::Row => (whole.cols, part.real.cols),
@@ -158,30 +232,53 @@ fn every_weight(plan: &Plan) -> Result<()> {
             }
         }
     }
-    match uses.iter().position(Vec::is_empty) {
-        Some(missing) => {
-            let name = &plan.model.weights[missing].name;
-            Err(Fault::new("the weight has no parameter in the plan").tensor(name).audit())
-        }
+    if let Some(missing) = uses.iter().position(Vec::is_empty) {
+        let name = &plan.model.weights[missing].name;
+        return Err(Fault::new("the weight has no parameter in the plan").tensor(name).audit());
+    }
+    let mut names: Vec<(Set, u32, &str)> = plan.params.iter().map(|p| (p.set, p.stage, p.name.as_str())).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|w| w[0] == w[1]) {
+        Some(twice) => Err(Fault::new("two parameters have this name")
+            .tensor(twice[0].2)
+            .remedy("Two rules, or two rounds of one rule's loops, give the same name; the plan was not executed")
+            .audit()),
         None => Ok(()),
     }
 }
 
-/// Every slice lies in one file of its rank; a file's slices follow each other without gap, wide dtypes first.
+/// Every slice lies once in one file of its rank; a file's slices follow each other without gap, each aligned to its
+/// element size; a file's name says which rank and part it is.
 fn files(plan: &Plan) -> Result<()> {
-    let mut placed = vec![0u32; plan.params.len()];
+    let tp = plan.tp as usize;
     let mut names: Vec<&str> = plan.files.iter().map(|f| f.name.as_str()).collect();
     names.sort_unstable();
     if let Some(twice) = names.windows(2).find(|w| w[0] == w[1]) {
-        return Err(Fault::new(format!("two files are named '{}'", twice[0])).audit());
+        return Err(Fault::new("two files have this name").file(twice[0]).audit());
     }
+    let mut parts: HashMap<(Set, u32, u32), u64> = HashMap::new();
+    for file in &plan.files {
+        if file.rank >= plan.tp {
+            return Err(Fault::new(format!("rank {} of {tp}", file.rank)).file(&file.name).audit());
+        }
+        *parts.entry((file.set, file.stage, file.rank)).or_default() += 1;
+    }
+    let mut next_part: HashMap<(Set, u32, u32), u64> = HashMap::new();
+    let mut placed = vec![false; plan.params.len() * tp];
     for (index, file) in plan.files.iter().enumerate() {
-        let mut offset = 0;
+        let rank = file.rank as usize;
+        let stream = (file.set, file.stage, file.rank);
+        let part = next_part.entry(stream).or_default();
+        let name = name(plan, file, *part, parts[&stream]);
+        *part += 1;
+        if file.name != name {
+            let found = format!("a file of rank {rank} has this name");
+            return Err(Fault::new(found).file(&file.name).expected(format!("'{name}'")).audit());
+        }
+        let mut offset = 0u64;
         for p in &file.params {
-            let rank = file.rank as usize;
-            let held = plan.params.get(*p as usize).and_then(|param| Some((param, param.slices.get(rank)?)));
-            let Some((param, slice)) = held else {
-                return Err(Fault::new(format!("parameter {p} of rank {rank} does not exist"))
+            let Some(param) = plan.params.get(*p as usize) else {
+                return Err(Fault::new(format!("it holds parameter {p}, which does not exist"))
                     .file(&file.name)
                     .audit());
             };
@@ -189,26 +286,52 @@ fn files(plan: &Plan) -> Result<()> {
                 let found = format!("it is in '{}', a file of another set or stage", file.name);
                 return Err(fault(param, rank, found).audit());
             }
+            let slice = &param.slices[rank];
             let width = param.dtype.bytes();
-            placed[*p as usize] += 1;
+            if std::mem::replace(&mut placed[*p as usize * tp + rank], true) {
+                return Err(
+                    fault(param, rank, format!("its slice is twice in the files, again in '{}'", file.name)).audit()
+                );
+            }
             if slice.file as usize != index || slice.offset != offset || offset % width != 0 {
                 let found = format!("its slice is at byte {} of file {}", slice.offset, slice.file);
                 return Err(fault(param, rank, found)
                     .expected(format!("byte {offset} of file {index} ('{}'), a multiple of {width}", file.name))
                     .audit());
             }
-            offset += slice.shape.elements() * width;
+            let end = param.dtype.tensor_bytes(slice.shape.axes()).and_then(|bytes| offset.checked_add(bytes));
+            offset = end.ok_or_else(|| fault(param, rank, "its end is beyond what a file can hold").audit())?;
         }
         if offset != file.data_bytes {
             let found = format!("its slices take {offset} bytes, its size is planned as {}", file.data_bytes);
             return Err(Fault::new(found).file(&file.name).audit());
         }
     }
-    match placed.iter().position(|n| *n != plan.tp) {
-        Some(p) => {
-            let found = format!("its slices are in {} files", placed[p]);
-            Err(fault(&plan.params[p], 0, found).expected(format!("one for each of {} ranks", plan.tp)).audit())
-        }
+    match placed.iter().position(|p| !p) {
+        Some(at) => Err(fault(&plan.params[at / tp], at % tp, "its slice is in no file of its rank").audit()),
         None => Ok(()),
     }
+}
+
+/// The profile's name for a part, by replacing what stands between braces.
+fn name(plan: &Plan, file: &PlannedFile, part: u64, parts: u64) -> String {
+    let files = &plan.profile.rules.files;
+    let pipelined = plan.stages.count() > 1 && file.set == Set::Main;
+    let (template, first) = match (pipelined, plan.tp, &files.whole) {
+        (true, _, _) => (files.pipelined.clone().unwrap_or_default(), 0),
+        (false, 1, Some(whole)) => (whole.clone(), 1),
+        (false, _, _) => (files.ranked.clone(), 0),
+    };
+    let mut name = match file.set {
+        Set::Main => template,
+        Set::Draft => format!("{DRAFT_FOLDER}/{template}"),
+    };
+    let values = [("rank", file.rank.into()), ("stage", file.stage.into()), ("part", part + first), ("parts", parts)];
+    for (key, value) in values {
+        name = name.replace(&format!("{{{key}}}"), &value.to_string());
+        for width in 0..=20 {
+            name = name.replace(&format!("{{{key}:0{width}}}"), &format!("{value:0width$}"));
+        }
+    }
+    name
 }

@@ -1,13 +1,14 @@
 //! The audit: an independent pass over a finished plan that knows nothing of how it was made.
 //!
 //! It proves four things, each with code that the planner does not call:
-//! - **layout**: every rank has every parameter once, in one file, with the shape its cut gives, aligned and without
-//!   gaps; the ranks' shares join to the whole and no cut passes through a unit;
+//! - **layout**: every rank has every parameter once, in one file whose name is that rank's, with the dtype that policy
+//!   and rules give and the shape its cut gives, aligned and without gaps; the ranks' shares join to the whole and no
+//!   cut passes through a unit;
 //! - **destination cover**: every element of every slice is filled exactly once;
 //! - **source cover**: every element of every source is placed exactly once per copy that its cut calls for, or the
 //!   source scales another or is ignored by a rule;
-//! - **trace**: sampled positions of every piece, followed from slice to weight to source by the rules' own arithmetic,
-//!   hit the element that the piece names. Cover alone would accept `up` in the place of `gate`.
+//! - **trace**: every piece, followed from slice to weight to source by the rules' own arithmetic, hits the elements
+//!   that it names. Cover alone would accept `up` in the place of `gate`.
 //!
 //! A plan that fails is a defect of the planner and is never executed.
 

@@ -7,14 +7,20 @@ use crate::mapping::{Content, ValueOp, Weight};
 use crate::plan::{Origin, Param, Plan};
 
 /// What fills an element.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy)]
 enum Filling {
     Source(u32, u64, ValueOp),
     /// The bits of a constant.
     Constant(u32),
 }
 
-/// Traces the corners and some seeded positions of every piece. Gives the number of positions.
+/// Traces every piece: by the corners of each run of rows over which the rule is even, and one seeded position of each.
+///
+/// Within such a run both the piece and the rule name a source element that grows by the same amount from row to row,
+/// and from column to column; if they agree at the corners they agree everywhere. (The corners of a whole piece would
+/// not do: a lost un-permutation moves every row of a head but the first and the last.)
+///
+/// Gives the number of positions.
 pub(super) fn check(plan: &Plan) -> Result<u64> {
     let mut traced = 0;
     let mut seed = 0x9E37_79B9_7F4A_7C15u64;
@@ -22,25 +28,57 @@ pub(super) fn check(plan: &Plan) -> Result<u64> {
         for (rank, slice) in param.slices.iter().enumerate() {
             let parts = holdings(plan, param, rank as u64).unwrap_or_default();
             for piece in plan.pieces_of(slice) {
-                let (bottom, right) = (piece.rows - 1, piece.cols - 1);
-                let mut positions = [(0, 0), (0, right), (bottom, 0), (bottom, right), (0, 0), (0, 0)];
-                for random in &mut positions[4..] {
+                let mut top = 0;
+                while top < piece.rows {
+                    let rows = even_from(plan, &parts, piece.row + top, piece.col).min(piece.rows - top);
+                    let (bottom, right) = (top + rows - 1, piece.cols - 1);
                     seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                    *random = ((seed >> 33) % piece.rows, (seed >> 17) % piece.cols);
-                }
-                for (i, j) in positions {
-                    let at = (piece.row + i, piece.col + j);
-                    let planned = match &piece.origin {
-                        Origin::Source(region) => Filling::Source(region.source, region.element(i, j), region.op),
-                        Origin::Fill(value) => Filling::Constant(value.to_bits()),
-                    };
-                    position(plan, param, &parts, rank, at, planned)?;
-                    traced += 1;
+                    let random = (top + (seed >> 33) % rows, (seed >> 17) % piece.cols);
+                    for (i, j) in [(top, 0), (top, right), (bottom, 0), (bottom, right), random] {
+                        let planned = match &piece.origin {
+                            Origin::Source(region) => Filling::Source(region.source, region.element(i, j), region.op),
+                            Origin::Fill(value) => Filling::Constant(value.to_bits()),
+                        };
+                        position(plan, param, &parts, rank, (piece.row + i, piece.col + j), planned)?;
+                        traced += 1;
+                    }
+                    top += rows;
                 }
             }
         }
     }
     Ok(traced)
+}
+
+/// For how many rows of a slice, from `row` on, the rule is even: to the end of what a weight holds or of its padding.
+fn even_from(plan: &Plan, parts: &[Holding<'_>], row: u64, col: u64) -> u64 {
+    let part = parts.partition_point(|h| h.start <= row).checked_sub(1).and_then(|i| parts.get(i));
+    let Some(part) = part else { return u64::MAX };
+    let local = row - part.start;
+    if local >= part.real.rows {
+        return part.padded.rows.saturating_sub(local).max(1);
+    }
+    let (weight_row, _) = part.in_weight(local, col, plan.profile.rules.vocab.multiple);
+    even_rows(part.weight, weight_row).min(part.real.rows - local)
+}
+
+/// For how many rows of the weight, from `row` on, the rule goes evenly through one source: to the end of the part or,
+/// where a permutation is undone, of the half head. Padding goes on for ever.
+fn even_rows(weight: &Weight, row: u64) -> u64 {
+    let recipe = &weight.recipe;
+    let unit_rows: u64 = recipe.parts.iter().map(|p| p.rows).sum();
+    if row.checked_div(unit_rows).is_none_or(|unit| unit >= recipe.units) {
+        return u64::MAX;
+    }
+    let mut k = row % unit_rows;
+    for part in &recipe.parts {
+        if k < part.rows {
+            let run = part.unpermute.map_or(part.rows, |heads| part.rows / heads / 2);
+            return run - k % run;
+        }
+        k -= part.rows;
+    }
+    u64::MAX
 }
 
 fn position(
@@ -52,7 +90,7 @@ fn position(
     planned: Filling,
 ) -> Result<()> {
     let (ruled, of) = ruled(plan, param, parts, row, col);
-    if ruled == Some(planned) {
+    if ruled.is_some_and(|ruled| same(ruled, planned)) {
         return Ok(());
     }
     let show = |at: Option<Filling>| match at {
@@ -67,6 +105,16 @@ fn position(
     Err(fault(param, rank, format!("element ({row}, {col}) of its slice is filled from {}", show(Some(planned))))
         .expected(format!("{}{of}", show(ruled)))
         .audit())
+}
+
+/// Equality of places and of the arithmetic bit for bit: adding 0 and adding -0 are not the same.
+fn same(a: Filling, b: Filling) -> bool {
+    let bits = |op: ValueOp| (op.scale, op.add.map(f32::to_bits));
+    match (a, b) {
+        (Filling::Constant(a), Filling::Constant(b)) => a == b,
+        (Filling::Source(s, e, a), Filling::Source(t, f, b)) => (s, e, bits(a)) == (t, f, bits(b)),
+        (Filling::Constant(_), Filling::Source(..)) | (Filling::Source(..), Filling::Constant(_)) => false,
+    }
 }
 
 /// What the rules put at an element of a slice, and in words which element of which weight that is.
