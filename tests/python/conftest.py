@@ -1,6 +1,7 @@
 """What the tests share: the binary, the models, and conversions that several tests look at."""
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def converted(tmp_path_factory):
             made[key] = out
         return made[key]
 
-    return convert
+    yield convert
+    for folder in made.values():
+        shutil.rmtree(folder)
 
 
 # The corpus.
@@ -113,7 +116,8 @@ def unpacked(tmp_path_factory):
             assert zstd.wait() == 0
         return base / model
 
-    return unpack
+    yield unpack
+    shutil.rmtree(base)
 
 
 @pytest.fixture
