@@ -36,9 +36,10 @@ test-lints:
 test-rust:
 	$(CARGO) test --locked
 
-# Links in *.md files are checked by tests/python/test_docs.py.
+# Links in *.md files are checked by tests/python/test_docs.py. The program is the one that `cargo test` built: `cargo build`
+# would compile everything again, because dependencies have other features without the tests'.
 test-python: $(VENV)/.installed
-	$(CARGO) build --locked
+	$(CARGO) test --locked --no-run --quiet
 	GGSHARD_BIN=$(TARGET)/debug/ggshard $(VENV)/bin/python -B -m pytest tests/python --basetemp=$(TARGET)/pytest
 
 test-docs:
