@@ -1,0 +1,67 @@
+# make test         everything that must hold: format, lints, Rust tests, Python tests, documentation
+# make build        the optimized program, target/release/ggshard
+# make example      the program's main job on a small model
+# make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
+#
+# Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
+# GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
+
+CARGO  ?= cargo
+PYTHON ?= python3
+TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
+VENV   := .venv
+TORCH  := .venv-transformers
+
+EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
+EXAMPLE_FOLDER := $(TARGET)/example
+
+.PHONY: help build test test-format test-lints test-rust test-python test-docs test-transformers example clean
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+build:
+	$(CARGO) build --locked --release
+
+test: test-format test-lints test-rust test-python test-docs
+	@echo "make test: all passed"
+
+test-format:
+	$(CARGO) fmt --check
+
+test-lints:
+	$(CARGO) clippy --locked --all-targets -- -D warnings
+
+test-rust:
+	$(CARGO) test --locked
+
+# Links in *.md files are checked by tests/python/test_docs.py. The program is the one that `cargo test` built: `cargo build`
+# would compile everything again, because dependencies have other features without the tests'.
+test-python: $(VENV)/.installed
+	$(CARGO) test --locked --no-run --quiet
+	GGSHARD_BIN=$(TARGET)/debug/ggshard $(VENV)/bin/python -B -m pytest tests/python --basetemp=$(TARGET)/pytest
+
+test-docs:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+
+test-transformers: build $(TORCH)/.installed
+	GGSHARD_BIN=$(TARGET)/release/ggshard $(TORCH)/bin/python -B -m pytest tests/transformers -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-transformers
+
+example: build
+	rm -rf $(EXAMPLE_FOLDER)
+	$(TARGET)/release/ggshard convert $(EXAMPLE_MODEL) $(EXAMPLE_FOLDER) --tp 2
+	$(TARGET)/release/ggshard verify $(EXAMPLE_FOLDER)
+
+# Complete or not there: the mark is set last, and an environment without it is made anew.
+$(VENV)/.installed: tests/python/requirements.txt
+$(TORCH)/.installed: tests/transformers/requirements.txt
+$(VENV)/.installed $(TORCH)/.installed:
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+clean:
+	$(CARGO) clean
+	rm -rf $(VENV) $(TORCH)
