@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 
-use ggshard::convert::{Planned, Report, convert};
+use ggshard::convert::{Extras, Planned, Report, convert};
 use ggshard::dequant::FloatType;
 use ggshard::engine::{Engine, Options, Sink};
 use ggshard::error::{Error, Result};
@@ -33,7 +33,7 @@ use truth::Truth;
 fn planned(set: GgufSet, mapping: &Mapping, tp: u32, dtype: FloatType) -> Planned {
     let plan = plans::plan(&set, mapping, tp, Policy { dtype, part_size: 1 << 20, ..plans::policy() });
     audit(&plan).unwrap();
-    Planned { set, chosen: String::new(), plan }
+    Planned { set, mapping: mapping.clone(), plan }
 }
 
 fn toy(tp: u32, dtype: FloatType) -> Planned {
@@ -54,7 +54,7 @@ fn options(threads: usize, tile_bytes: u64) -> Options {
 fn folder(planned: &Planned, options: Options) -> (BTreeMap<String, Vec<u8>>, Report) {
     let temp = tempfile::tempdir().unwrap();
     let output = temp.path().join("out");
-    let report = convert(planned, &output, options, &[], &|_| {}).unwrap();
+    let report = convert(planned, &output, options, &Extras::default(), &|_| {}).unwrap();
     (read(&output), report)
 }
 

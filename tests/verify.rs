@@ -45,6 +45,7 @@ fn write_file(dir: &Path, name: &str, rank: Option<u32>, tensors: Shapes<'_>) ->
     FileEntry {
         name: name.into(),
         rank,
+        stage: None,
         bytes: bytes.len() as u64,
         header_bytes: header.header_bytes,
         blake3: hash.finish().unwrap().into(),
@@ -59,7 +60,17 @@ fn write_other(dir: &Path, name: &str, text: &str) -> OtherFile {
 
 fn parameter(name: &str, dtype: Dtype, shape: &[u64], cut: &str) -> Parameter {
     let sources = vec![("blk.0.x".into(), "Q4_K".into())];
-    Parameter { name: name.into(), shape: shape.to_vec(), dtype, cut: cut.into(), sources, nan: 0, inf: 0, overflow: 0 }
+    Parameter {
+        name: name.into(),
+        set: String::new(),
+        shape: shape.to_vec(),
+        dtype,
+        cut: cut.into(),
+        sources,
+        nan: 0,
+        inf: 0,
+        overflow: 0,
+    }
 }
 
 /// Two ranks of two parts each, a shared draft part, and what lies beside them.
@@ -108,11 +119,17 @@ fn checkpoint(dir: &Path) -> Manifest {
             name: "p".into(),
             version: "1".into(),
             digest: Digest::of(b"p"),
-            text: Some("name = \"p\"\n".into()),
+            texts: vec!["name = \"p\"\n".into()],
             launch: vec!["--load-format".into(), "sharded_state".into()],
         },
-        topology: Topology { tp: 2, ranks: vec![0, 1] },
-        policy: Policy { dtype: "bf16".into(), mtp: "keep".into(), part_size: 1 << 20, allow_nonfinite: false },
+        topology: Topology { tp: 2, pp: 1, stage_layers: Vec::new(), expert_parallel: false, ranks: vec![0, 1] },
+        policy: Policy {
+            dtype: "bf16".into(),
+            mtp: "keep".into(),
+            part_size: 1 << 20,
+            moe_pad: None,
+            allow_nonfinite: false,
+        },
         warnings: vec!["a \"warning\"\nof two lines".into()],
         ignored: vec![Ignored { tensor: "rope_freqs.weight".into(), reason: "computed".into() }],
         parameters: vec![

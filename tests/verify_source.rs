@@ -279,7 +279,7 @@ fn values_that_were_let_through_pass() {
     let folder = tempfile::tempdir().unwrap();
     let planned = ggshard::convert::plan(&copy, &Request { tp: 2, ..Request::default() }, false).unwrap();
     let options = ggshard::engine::Options { allow_nonfinite: true, ..Default::default() };
-    ggshard::convert::convert(&planned, folder.path(), options, &[], &|_| {}).unwrap();
+    ggshard::convert::convert(&planned, folder.path(), options, &ggshard::convert::Extras::default(), &|_| {}).unwrap();
     passes(folder.path(), &copy, ALL);
     passes(folder.path(), &copy, Options { rank: Some(1), threads: 2 });
 }

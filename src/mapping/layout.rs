@@ -3,7 +3,7 @@
 //! Rules are tried in order, a layout's own before those of the layout that it extends, parameters before `keep`. Every
 //! weight must be taken by one rule; a weight that none takes means that the profile does not cover the model.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde::Deserialize;
 
@@ -13,7 +13,7 @@ use super::recipe::Weight;
 use super::rules::{ExprText, PinnedDtype};
 
 /// The prefix of a block in the HF checkpoint, and so of `{block}` in a weight's name.
-const WEIGHT_BLOCK: &str = "model.layers.{layer}.";
+pub(crate) const WEIGHT_BLOCK: &str = "model.layers.{layer}.";
 /// Longest chain of `extends` among the layouts of a profile.
 const DEEPEST: usize = 8;
 
@@ -362,6 +362,8 @@ pub fn lay_out(
         None => job.without_draft(no_draft.unwrap_or("the layout has no draft model")),
     }
     job.tied(&chain, headless)?;
+    let laid_out: HashSet<u32> = job.params.iter().flat_map(|p| p.content.weights()).copied().collect();
+    job.left_out.retain(|(weight, _)| !laid_out.contains(weight));
     if let Some(first) = job.uncovered.first() {
         let shown: Vec<&str> = job.uncovered.iter().take(6).map(String::as_str).collect();
         return Err(format!(

@@ -19,6 +19,7 @@ mod toml_forms;
 pub use blocks::MtpPolicy;
 pub use layout::{Content, LaidOut, ParamSpec, Place, Set};
 pub use library::{Mapping, RulesId, builtin_mappings, choose};
+pub(crate) use pattern::Pattern;
 pub use profile::{FileNames, FileSlot, Profile, ProfileRules, Vocab};
 pub use recipe::{Cut, Matrix, Part, Recipe, ValueOp, Weight};
 pub use resolve::resolve;

@@ -31,6 +31,13 @@ pub struct PlanRequest {
     pub policy: Policy,
 }
 
+impl PlanRequest {
+    /// One pipeline stage, every expert cut.
+    pub fn new(profile: Profile, tp: u32, policy: Policy) -> Self {
+        PlanRequest { profile, tp, pp: 1, stage_layers: Vec::new(), expert_parallel: false, policy }
+    }
+}
+
 impl Plan {
     /// Plans every rank's files. The result has not been audited yet; [`Plan::audited`] does both.
     pub fn new(set: &GgufSet, model: Model, request: PlanRequest) -> Result<Plan> {

@@ -5,6 +5,7 @@ use std::sync::LazyLock;
 use ggshard::dequant::FloatType;
 use ggshard::dtype::Dtype;
 use ggshard::gguf::GgmlType;
+use ggshard::mapping::Content;
 use ggshard::plan::Shape;
 use proptest::prelude::*;
 
@@ -119,8 +120,12 @@ fn mutate(plan: &mut Plan, [what, which, how, random]: [u64; 4]) {
         }
         5 => plan.params[pick(params)].dtype = dtypes[(how % 4) as usize],
         6 => {
-            let weight = &mut plan.params[pick(params)].weight;
-            *weight = change((*weight).into(), how, random) as u32;
+            let (Content::Joined(weights) | Content::Stacked { weights, .. }) = &mut plan.params[pick(params)].content
+            else {
+                return;
+            };
+            let at = random as usize % weights.len();
+            weights[at] = change(weights[at].into(), how, random) as u32;
         }
         7 => plan.params.swap(pick(params), random as usize % params),
         8 => plan.files[pick(files)].rank = small(plan.files[pick(files)].rank),

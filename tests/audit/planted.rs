@@ -2,7 +2,7 @@
 
 use ggshard::dtype::Dtype;
 use ggshard::mapping::{Cut, CutKind, Ignored};
-use ggshard::plan::Shape;
+use ggshard::plan::{ParamCut, Shape};
 
 use super::*;
 
@@ -173,7 +173,7 @@ planted! {
     replicated_copies_counted_as_a_cut: glm(2), |p| {
         let index = param(p, "model.norm.weight");
         let cut = Cut { kind: CutKind::Column, units: None, repeat: false };
-        p.params[index].cut = cut;
+        p.params[index].cut = ParamCut::Weights(cut.kind);
         p.model.weights[index].cut = cut;
     } => ["model.norm.weight"];
 

@@ -1,6 +1,7 @@
 //! Absurd values: an error, never a panic.
 
-use ggshard::plan::Shape;
+use ggshard::mapping::Content;
+use ggshard::plan::{ParamCut, Shape};
 
 use super::*;
 
@@ -49,7 +50,7 @@ fn every_index_may_be_out_of_range() {
         absurd(|p| p.params[3].slices[0].pieces = value..value);
         absurd(|p| p.params[3].slices[0].pieces = value..0);
         absurd(|p| p.params[3].slices[1].file = value);
-        absurd(|p| p.params[3].weight = value);
+        absurd(|p| p.params[3].content = Content::Joined(vec![value]));
         absurd(|p| p.files[0].params[3] = value);
         absurd(|p| p.files[0].rank = value);
         absurd(|p| p.model.ignored[0].source = value);
@@ -58,8 +59,8 @@ fn every_index_may_be_out_of_range() {
     }
     absurd(|p| p.tp = 0);
     absurd(|p| p.params[3].slices[0].pieces = std::ops::Range { start: 5, end: 2 });
-    absurd(|p| p.profile.rules.vocab_pad = 0);
-    absurd(|p| p.profile.rules.vocab_pad = u64::MAX);
+    absurd(|p| p.profile.rules.vocab.multiple = 0);
+    absurd(|p| p.profile.rules.vocab.multiple = u64::MAX);
 }
 
 #[test]
@@ -105,7 +106,6 @@ fn sizes_may_overflow() {
         absurd(|p| {
             let index = param(p, "layers.0.k.weight");
             p.model.weights[index].cut.units = Some(units);
-            p.params[index].cut.units = Some(units);
         });
     }
 }
@@ -117,7 +117,7 @@ fn a_scalar_may_not_be_cut() {
     for cut in [ggshard::mapping::CutKind::Column, ggshard::mapping::CutKind::Row, ggshard::mapping::CutKind::Vocab] {
         plan.params[index].shape = Vec::new();
         plan.model.weights[index].shape = Vec::new();
-        plan.params[index].cut.kind = cut;
+        plan.params[index].cut = ParamCut::Weights(cut);
         plan.model.weights[index].cut.kind = cut;
         assert!(matches!(audit(&plan), Err(Error::Audit(_))));
     }

@@ -29,7 +29,7 @@ pub fn deepseek() -> PathBuf {
 pub fn convert_ranks(source: &Path, folder: &Path, request: &Request, ranks: &[u32]) {
     let planned = convert::plan(source, request, false).unwrap();
     let options = engine::Options { ranks: ranks.to_vec(), threads: 2, ..engine::Options::default() };
-    convert::convert(&planned, folder, options, &[], &|_| {}).unwrap();
+    convert::convert(&planned, folder, options, &convert::Extras::default(), &|_| {}).unwrap();
 }
 
 /// Converts a source for `tp` ranks, otherwise by default.

@@ -21,13 +21,13 @@ pub fn open(name: &str) -> GgufSet {
 }
 
 pub fn policy() -> Policy {
-    Policy { dtype: FloatType::BF16, mtp: MtpPolicy::Keep, part_size: 5 << 30 }
+    Policy { dtype: FloatType::BF16, mtp: MtpPolicy::Keep, part_size: 5 << 30, moe_pad: None }
 }
 
 /// A plan that has not been audited.
 pub fn plan(set: &GgufSet, mapping: &Mapping, tp: u32, policy: Policy) -> Plan {
     let model = resolve(mapping, set, policy.mtp).unwrap();
-    Plan::new(set, model, PlanRequest { profile: Profile::load("hf").unwrap(), tp, policy }).unwrap()
+    Plan::new(set, model, PlanRequest::new(Profile::load("hf").unwrap(), tp, policy)).unwrap()
 }
 
 /// The plan of a fixture model.

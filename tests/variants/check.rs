@@ -65,7 +65,7 @@ pub fn convert_split(file: &File, parts: usize, request: &Request) -> Result<Mad
     let planned = convert::plan(&path, request, false)?;
     let out = dir.path().join("out");
     let options = Options { threads: 1, track_reads: true, ..Options::default() };
-    let report = convert::convert(&planned, &out, options, &[], &|_| ())?;
+    let report = convert::convert(&planned, &out, options, &convert::Extras::default(), &|_| ())?;
     assert_eq!(report.repeated_bytes, Some(0), "some bytes were read twice");
     let mut ranks = vec![BTreeMap::new(); request.tp as usize];
     for entry in std::fs::read_dir(&out).unwrap() {

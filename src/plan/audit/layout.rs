@@ -8,13 +8,17 @@ use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::{Content, CutKind, Matrix, PinnedDtype, Set, Weight};
-use crate::plan::{DRAFT_FOLDER, Param, Plan, PlannedFile};
+use crate::plan::{DRAFT_FOLDER, Param, ParamCut, Plan, PlannedFile};
+
+/// Largest multiple that anything is padded to.
+const MOST_PADDING: u64 = 1 << 16;
 
 pub(super) fn check(plan: &Plan) -> Result<()> {
-    if plan.tp == 0 || plan.profile.rules.vocab.multiple == 0 || plan.policy.moe_pad == Some(0) {
-        let vocab = plan.profile.rules.vocab.multiple;
-        let found = format!("{} ranks, a vocabulary padded to a multiple of {vocab}", plan.tp);
-        return Err(Fault::new(found).expected("neither to be 0").audit());
+    let padding = 1..=MOST_PADDING;
+    let (vocab, lanes) = (plan.profile.rules.vocab.multiple, plan.policy.moe_pad.unwrap_or(1));
+    if plan.tp == 0 || !padding.contains(&vocab) || !padding.contains(&lanes) {
+        let found = format!("{} ranks, padding to multiples of {vocab} (vocabulary) and {lanes} (experts)", plan.tp);
+        return Err(Fault::new(found).expected(format!("at least 1, padding at most {MOST_PADDING}")).audit());
     }
     for weight in &plan.model.weights {
         recipe(plan, weight)?;
@@ -49,6 +53,15 @@ fn content(plan: &Plan, param: &Param) -> Result<()> {
         return Err(fault(param, 0, format!("it stands for weight {beyond}, which does not exist")).audit());
     }
     let parts = param.content.parts();
+    let by_expert = plan.expert_parallel && matches!(param.content, Content::Stacked { .. });
+    let cut = match weights.first() {
+        Some(_) if by_expert => ParamCut::Expert,
+        Some(first) => ParamCut::Weights(plan.model.weights[*first as usize].cut.kind),
+        None => ParamCut::Weights(CutKind::Replicated),
+    };
+    if param.cut != cut {
+        return Err(fault(param, 0, format!("its cut is {}", param.cut.name())).expected(cut.name()).audit());
+    }
     let whole: Vec<u64> = match param.content {
         Content::Constant(_) => Vec::new(),
         Content::Joined(_) | Content::Stacked { .. } => {

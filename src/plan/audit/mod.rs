@@ -1,9 +1,10 @@
 //! The audit: an independent pass over a finished plan that knows nothing of how it was made.
 //!
-//! It proves four things, each with code that the planner does not call:
+//! It proves five things, each with code that the planner does not call:
 //! - **layout**: every rank has every parameter once, in one file whose name is that rank's, with the dtype that policy
 //!   and rules give and the shape its cut gives, aligned and without gaps; the ranks' shares join to the whole and no
 //!   cut passes through a unit;
+//! - **rules**: every parameter is made of the weights that a rule of the profile gives its name, in the rule's order;
 //! - **destination cover**: every element of every slice is filled exactly once;
 //! - **source cover**: every element of every source is placed exactly once per copy that its cut calls for, or the
 //!   source scales another or is ignored by a rule;
@@ -15,6 +16,7 @@
 mod cover;
 mod holding;
 mod layout;
+mod rules;
 mod trace;
 
 use super::{Param, Plan};
@@ -34,6 +36,7 @@ pub struct AuditReport {
 /// Audits a plan. The error names the first parameter, rank and source for which a proof fails.
 pub fn audit(plan: &Plan) -> Result<AuditReport> {
     layout::check(plan)?;
+    rules::check(plan)?;
     let slices = cover::destinations(plan)?;
     let sources = cover::sources(plan)?;
     let positions = trace::check(plan)?;
