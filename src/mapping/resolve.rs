@@ -1,5 +1,6 @@
 //! Rules meet a file: which weights it holds, where each comes from, and that nothing is left over.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::blocks::{BlockMap, MtpPolicy};
@@ -16,6 +17,8 @@ use crate::gguf::{GgmlType, GgufSet};
 const MOST_WEIGHTS: usize = 1 << 22;
 /// Most rounds of one loop.
 const MOST_ROUNDS: u64 = 1 << 20;
+/// Most times that rules are asked for a weight, over all loops; rules that only unstack are asked once for a whole loop.
+const MOST_QUESTIONS: u64 = 1 << 20;
 
 /// Resolves a mapping against a file: every source tensor is used by a weight or ignored by a named rule, every weight that the
 /// model must have is there, and the shapes agree with the metadata.
@@ -31,6 +34,7 @@ pub fn resolve(mapping: &Mapping, set: &GgufSet, mtp: MtpPolicy) -> Result<Model
         weights: Vec::new(),
         warnings: Vec::new(),
         group_seen: BTreeMap::new(),
+        asked: Cell::new(0),
     };
     if rules.every_tensor {
         resolver.take_every_tensor()?;
@@ -62,6 +66,8 @@ struct Resolver<'a> {
     warnings: Vec<String>,
     /// For each group that some block could have: whether one has it.
     group_seen: BTreeMap<&'a str, bool>,
+    /// How often rules were asked for a weight.
+    asked: Cell<u64>,
 }
 
 /// Loop variables and their values.
@@ -356,6 +362,12 @@ impl<'a> Resolver<'a> {
     }
 
     fn find(&self, rule: &'a WeightRule, vars: &[(&str, u64)]) -> Result<Found> {
+        self.asked.set(self.asked.get() + 1);
+        if self.asked.get() > MOST_QUESTIONS {
+            let found = format!("the loops of rules take more than {MOST_QUESTIONS} rounds together");
+            let fault = self.facts.fault(found).key(rule.name.0.text());
+            return Err(fault.remedy("Check the layer and expert counts of the metadata, and [loops]").contradiction());
+        }
         let scope = Bound { facts: self.facts, vars };
         let name = rule.name.0.fill(|v| scope.var(v)).unwrap_or_default();
         let broken = |why: String| self.facts.fault(why).tensor(name.clone()).contradiction();
