@@ -53,6 +53,15 @@ impl Pattern {
         if !rest.is_empty() {
             tokens.push(Token::Literal(rest.to_owned()));
         }
+        // So that a name is read in one way only: at once, and never as 1 and 11 here and as 11 and 1 there.
+        let runs_on = |pair: &[Token]| match pair {
+            [Token::Literal(_), _] => false,
+            [_, Token::Literal(next)] => next.starts_with(|c: char| c.is_ascii_digit()),
+            _ => true,
+        };
+        if tokens.windows(2).any(runs_on) {
+            return Err(format!("digits must end before the next variable, `*` or digit in '{text}'"));
+        }
         Ok(Pattern { text: text.to_owned(), tokens })
     }
 
@@ -199,7 +208,7 @@ mod tests {
         assert!(overlap("blk.{layer}.x", "blk.{other}.x"));
         assert!(overlap("blk.{layer}.x", "blk.12.x"));
         assert!(overlap("a{x}", "a1{y}"));
-        assert!(overlap("a{x}5", "a1{y}"));
+        assert!(overlap("a{x}b", "a1b"));
         assert!(!overlap("blk.{layer}.x", "blk.{layer}.y"));
         assert!(!overlap("blk.{layer}.x", "blk.a.x"));
         assert!(!overlap("blk.{layer}", "blk."));
@@ -226,6 +235,9 @@ mod tests {
         assert_eq!(p.capture("m.03.e.17"), None);
         assert_eq!(p.capture("m.0.e.0"), Some(vec![("layer".into(), 0), ("expert".into(), 0)]));
         assert_eq!(Pattern::parse("{a}.{a}").unwrap().capture("1.2"), None);
+        for unclear in ["{a}{b}", "{a}5", "a*1", "**", "*{a}"] {
+            assert!(Pattern::parse(unclear).is_err(), "{unclear}");
+        }
         assert!(Pattern::parse("a{").is_err() && Pattern::parse("a}").is_err() && Pattern::parse("a{b c}").is_err());
     }
 }

@@ -1,5 +1,6 @@
 //! Rules meet a file: which weights it holds, where each comes from, and that nothing is left over.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::blocks::{BlockMap, MtpPolicy};
@@ -15,6 +16,8 @@ use crate::gguf::GgufSet;
 const MOST_WEIGHTS: usize = 1 << 20;
 /// Most rounds of one loop.
 const MOST_ROUNDS: u64 = 1 << 20;
+/// Most times that rules are asked for a weight, over all loops; rules that only unstack are asked once for a whole loop.
+const MOST_QUESTIONS: u64 = 1 << 20;
 
 /// Resolves a mapping against a file: every source tensor is used by a weight or ignored by a named rule, every weight that the
 /// model must have is there, and the shapes agree with the metadata.
@@ -30,6 +33,7 @@ pub fn resolve(mapping: &Mapping, set: &GgufSet, mtp: MtpPolicy) -> Result<Model
         weights: Vec::new(),
         warnings: Vec::new(),
         group_seen: BTreeMap::new(),
+        asked: Cell::new(0),
     };
     if rules.every_tensor {
         resolver.take_every_tensor()?;
@@ -62,6 +66,8 @@ pub(super) struct Resolver<'a> {
     warnings: Vec<String>,
     /// For each group that some block could have: whether one has it.
     group_seen: BTreeMap<&'a str, bool>,
+    /// How often rules were asked for a weight.
+    asked: Cell<u64>,
 }
 
 /// What weights take of a source tensor.
@@ -273,6 +279,17 @@ impl<'a> Resolver<'a> {
         if let Some(text) = rule.if_absent.as_ref().filter(said) {
             self.warnings.push(text.clone());
         }
+    }
+
+    /// Bounds the work of all loops together.
+    pub(super) fn count_question(&self, rule: &WeightRule) -> Result<()> {
+        self.asked.set(self.asked.get() + 1);
+        if self.asked.get() <= MOST_QUESTIONS {
+            return Ok(());
+        }
+        let found = format!("the loops of rules take more than {MOST_QUESTIONS} rounds together");
+        let fault = self.facts.fault(found).key(rule.name.0.text());
+        Err(fault.remedy("Check the layer and expert counts of the metadata, and [loops]").contradiction())
     }
 
     fn push(&mut self, weight: Weight) -> Result<()> {

@@ -11,6 +11,7 @@ use crate::gguf::GgmlType;
 impl<'a> Resolver<'a> {
     /// What a rule means for one round of its loops.
     pub(super) fn find(&self, rule: &'a WeightRule, vars: &[(&str, u64)]) -> Result<Found> {
+        self.count_question(rule)?;
         let scope = Bound { facts: self.facts, vars };
         let name = rule.name.0.fill(|v| scope.var(v)).unwrap_or_default();
         let broken = |why: String| self.facts.fault(why).tensor(name.clone()).contradiction();

@@ -1,0 +1,83 @@
+//! Bounded memory: what a conversion allocates does not grow with the model or with a tensor.
+//!
+//! Alone in its binary, because it counts every allocation of the process. The source is mapped, so that none of it
+//! counts; whatever the conversion keeps does.
+
+#[path = "common/gguf_writer.rs"]
+mod gguf_writer;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ggshard::convert::{Extras, Request, convert, plan};
+use ggshard::engine::Options;
+use ggshard::gguf::GgmlType;
+use gguf_writer::GgufBuilder;
+
+struct Counting;
+
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+fn grow(bytes: usize) {
+    let held = HELD.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    PEAK.fetch_max(held, Ordering::Relaxed);
+}
+
+// SAFETY: every call is handed to the system's allocator as it came; only numbers are kept beside.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        grow(layout.size());
+        // SAFETY: the caller keeps this method's contract, which is that of the system's allocator.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        HELD.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: as above; `at` came from `System.alloc` with this layout.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const MIB: usize = 1 << 20;
+
+/// Writes a file of tensors of so many MiB of BF16 each.
+fn write(path: &Path, tensors: usize, mib: usize) {
+    let mut file = GgufBuilder::architecture("large");
+    for i in 0..tensors {
+        let bytes = [0x12u8, 0x3F, i as u8, 0x40].repeat(mib * MIB / 4);
+        file = file.tensor(&format!("{i}.weight"), GgmlType::BF16, &[1024, (mib * MIB / 2048) as u64], bytes);
+    }
+    std::fs::write(path, file.build()).unwrap();
+}
+
+/// The most that a conversion held at once, beyond what was held before.
+fn peak(tensors: usize, mib: usize, tp: u32) -> usize {
+    let temp = tempfile::tempdir().unwrap();
+    let source = temp.path().join("large.gguf");
+    write(&source, tensors, mib);
+    let before = HELD.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let request = Request { mapping: Some("raw".into()), tp, ..Request::default() };
+    let planned = plan(&source, &request, false).unwrap();
+    let options = Options { threads: 2, ..Options::default() };
+    convert(&planned, &temp.path().join("out"), options, &Extras::default(), &|_| {}).unwrap();
+    PEAK.load(Ordering::Relaxed) - before
+}
+
+#[test]
+fn peak_memory_does_not_grow_with_model_or_tensor() {
+    let small = peak(2, 8, 1);
+    let many = peak(24, 8, 1);
+    let large = peak(1, 192, 1);
+    let ranks = peak(2, 24, 4);
+    eprintln!("16 MiB: {small} bytes; 24 tensors of 8 MiB: {many}; one of 192 MiB: {large}; four ranks: {ranks}");
+    for (what, bytes) in [("24 tensors", many), ("one large tensor", large), ("four ranks", ranks)] {
+        assert!(bytes < 8 * MIB, "{what}: {bytes} bytes");
+        assert!(bytes < small + MIB, "{what}: {bytes} bytes, a small file takes {small}");
+    }
+}
