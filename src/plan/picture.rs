@@ -4,7 +4,7 @@
 //! lines of script. The page asks the network for nothing, and the same plan gives the same page, byte for byte.
 //! Names come from files that nobody vouches for: they are data in the page, never markup.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde::Serialize;
 
@@ -165,9 +165,9 @@ impl Plan {
         for index in (0..self.params.len()).filter(|i| self.params[*i].set == set) {
             drawing.add(self, index);
         }
-        let Drawing { columns, order, rows, .. } = drawing;
+        let Drawing { columns, rows, .. } = drawing;
         (!rows.is_empty()).then(|| {
-            let (columns, place) = arranged(columns, &order);
+            let (columns, place) = arranged(columns, &merged(&rows));
             let mut section = Section { set: set_name(set), columns, rows };
             for cell in section.rows.iter_mut().flat_map(|r| &mut r.cells) {
                 cell.column = cell.column.map(|c| place[c as usize]);
@@ -276,12 +276,11 @@ impl Group {
     }
 }
 
-/// A section in the making. Columns are numbered as they are found; `order` says how they follow each other.
+/// A section in the making. Columns are numbered as they are found.
 #[derive(Default)]
 struct Drawing {
     columns: Vec<(String, Option<String>)>,
     column_of: HashMap<(String, Option<String>), u32>,
-    order: Vec<u32>,
     rows: Vec<Row>,
     row_of: HashMap<(String, Option<u64>), usize>,
     cell_of: HashMap<(usize, Option<u32>), usize>,
@@ -296,8 +295,7 @@ impl Drawing {
             self.rows.push(Row { prefix, number: name.block, mtp: false, stage: param.stage, cells: Vec::new() });
             self.rows.len() - 1
         });
-        let column =
-            name.block.is_some().then(|| self.column(&name, self.rows[at].cells.last().and_then(|c| c.column)));
+        let column = name.block.is_some().then(|| self.column(&name));
         let row = &mut self.rows[at];
         row.mtp |= name.block.is_some() && param.content.weights().iter().any(|w| plan.model.weights[*w as usize].mtp);
         let group = plan.group(index, name.expert);
@@ -311,15 +309,13 @@ impl Drawing {
         }
     }
 
-    /// The number of a kind. A new one comes after the kind before it in its row.
-    fn column(&mut self, name: &Name<'_>, previous: Option<u32>) -> u32 {
+    /// The number of a kind.
+    fn column(&mut self, name: &Name<'_>) -> u32 {
         let key = (name.head.to_owned(), name.tail.map(str::to_owned));
         if let Some(known) = self.column_of.get(&key) {
             return *known;
         }
         let number = self.columns.len() as u32;
-        let at = previous.and_then(|p| self.order.iter().position(|c| *c == p)).map_or(0, |p| p + 1);
-        self.order.insert(at, number);
         self.columns.push(key.clone());
         self.column_of.insert(key, number);
         number
@@ -363,6 +359,29 @@ fn number(text: &str, before: impl Fn(&str) -> bool) -> Option<(usize, usize, u6
         start += segment.len() + 1;
     }
     None
+}
+
+/// The order of columns that keeps the order within rows as far as rows agree. What a row has more than those above it
+/// goes before the next kind that is known, so that it follows what stands there instead in other rows.
+fn merged(rows: &[Row]) -> Vec<u32> {
+    let mut order: Vec<u32> = Vec::new();
+    let mut known: HashSet<u32> = HashSet::new();
+    for row in rows {
+        let kinds: Vec<u32> = row.cells.iter().filter_map(|c| c.column).collect();
+        if kinds.iter().all(|k| known.contains(k)) {
+            continue;
+        }
+        let mut place = order.len();
+        for kind in kinds.iter().rev() {
+            if known.contains(kind) {
+                place = order.iter().position(|c| c == kind).unwrap_or(place);
+            } else {
+                order.insert(place, *kind);
+            }
+        }
+        known.extend(kinds);
+    }
+    order
 }
 
 /// Columns in their order, those of a module together where its first one is; and the place of each column.
@@ -448,6 +467,16 @@ mod tests {
             assert_eq!(Name::of(whole).prefix, whole);
             assert_eq!(Name::of(whole).block, None);
         }
+    }
+
+    #[test]
+    fn what_some_rows_have_more_goes_where_it_is_in_them() {
+        let row = |kinds: &[u32]| {
+            let cells = kinds.iter().map(|c| Cell { column: Some(*c), groups: Vec::new() }).collect();
+            Row { prefix: String::new(), number: Some(0), mtp: false, stage: 0, cells }
+        };
+        let (dense, sparse, last) = (row(&[0, 1, 2, 3]), row(&[0, 4, 5, 3]), row(&[6, 0, 4, 5, 3, 7]));
+        assert_eq!(merged(&[dense, sparse, last]), [6, 0, 1, 2, 4, 5, 3, 7]);
     }
 
     #[test]
