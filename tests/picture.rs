@@ -31,10 +31,13 @@ fn numbers(value: &Value) -> Vec<u64> {
     value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect()
 }
 
+/// Bytes by set, stage and rank.
+type Bytes = BTreeMap<(String, u64, u64), u64>;
+
 /// Every parameter's name, put together as the page does it, and the bytes of each rank of each stage of each set.
-fn shown(picture: &Value) -> (Vec<(String, String)>, BTreeMap<(String, u64, u64), u64>) {
+fn shown(picture: &Value) -> (Vec<(String, String)>, Bytes) {
     let tp = picture["summary"]["tp"].as_u64().unwrap();
-    let (mut names, mut bytes) = (Vec::new(), BTreeMap::new());
+    let (mut names, mut bytes) = (Vec::new(), Bytes::new());
     for section in picture["sections"].as_array().unwrap() {
         let set = section["set"].as_str().unwrap();
         for row in section["rows"].as_array().unwrap() {
@@ -79,7 +82,7 @@ fn check(plan: &Plan, page: &str) {
     let set = |p: &ggshard::plan::Param| if p.set == ggshard::mapping::Set::Main { "main" } else { "mtp" }.to_owned();
     let wanted: BTreeSet<(String, String)> = plan.params.iter().map(|p| (set(p), p.name.clone())).collect();
     assert_eq!(names.iter().cloned().collect::<BTreeSet<_>>(), wanted);
-    let mut planned: BTreeMap<(String, u64, u64), u64> = BTreeMap::new();
+    let mut planned = Bytes::new();
     for param in &plan.params {
         for (rank, slice) in param.slices.iter().enumerate() {
             *planned.entry((set(param), param.stage.into(), rank as u64)).or_default() +=

@@ -33,9 +33,14 @@ addEventListener('load', function () { setTimeout(function () {
   key('ArrowDown'); key('ArrowRight'); key('Enter');
   found.walked = document.activeElement !== cells[40] && document.querySelectorAll('td.pinned').length === 1 ? 'yes' : 'no';
   found.detail = document.querySelector('.detail h3').textContent;
-  document.body.dataset.found = Object.keys(found).map(function (k) { return k + '=' + found[k]; }).join(' ');
+  var text = Object.keys(found).map(function (k) { return k + '=' + found[k]; }).join(' ');
+  if (parent === window) document.body.dataset.found = text; else parent.postMessage(text, '*');
 }, 0); });
 </script>"""
+# Chromium's windows are at least 500 pixels wide; a phone's width is that of a frame.
+FRAME = """<!DOCTYPE html><title>frame</title><body><script>
+addEventListener('message', function (e) {{ document.body.dataset.found = e.data; }});
+</script><iframe src="{name}" width="{width}" height="900" style="border:0"></iframe>"""
 
 
 def browse(page, *flags, anchor=""):
@@ -70,7 +75,9 @@ def main():
         probe = out / f"probe-{profile}.html"
         probe.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
         for width in (1280, 390):
-            dom, console = browse(probe, f"--window-size={width},900", "--dump-dom", "--virtual-time-budget=10000")
+            framed = out / f"probe-{profile}-{width}.html"
+            framed.write_text(FRAME.format(name=probe.name, width=width))
+            dom, console = browse(framed, "--window-size=1400,900", "--dump-dom", "--virtual-time-budget=10000")
             found = read(dom, console)
             print(f"{profile} at {width} px: {page.stat().st_size} bytes, {found}")
             problems = list(console)
