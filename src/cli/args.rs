@@ -97,6 +97,9 @@ pub struct PlanArgs {
     /// Print one JSON document, with every parameter.
     #[arg(long)]
     pub json: bool,
+    /// Write a picture of the plan: one HTML page that needs nothing else.
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
 }
 
 /// `ggshard convert`

@@ -3,6 +3,7 @@
 //! Results go to stdout, everything else to stderr. Exit status: 0 done, 1 refused or failed, 2 usage.
 
 mod args;
+mod page;
 mod progress;
 mod run;
 

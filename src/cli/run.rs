@@ -9,11 +9,12 @@ use clap::CommandFactory;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet};
+use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
 
 use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, Verify};
-use super::progress;
+use super::{page, progress};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -69,13 +70,26 @@ fn request(choices: &PlanChoices) -> Request {
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
+    if let Some(path) = &args.html {
+        page::write(path, picture(&planned).to_html().as_bytes())?;
+    }
     let summary = planned.plan.summary(&planned.mapping.chosen, args.json);
     if args.json {
         print_json(&summary)?;
     } else {
         print(&summary.render())?;
+        if let Some(path) = &args.html {
+            print(&format!("picture    {}\n", path.display()))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The picture of a plan, named as the model names itself, or else after its file.
+fn picture(planned: &Planned) -> Picture {
+    let named = planned.set.metadata().str("general.name").ok().flatten();
+    let file = planned.set.path().file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    planned.plan.picture(named.unwrap_or(&file), &planned.mapping.chosen)
 }
 
 fn convert(args: &Convert) -> Result<ExitCode> {

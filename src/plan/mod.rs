@@ -8,12 +8,14 @@ pub mod audit;
 mod build;
 mod files;
 mod identity;
+mod picture;
 mod share;
 mod stages;
 mod summary;
 
 pub use build::PlanRequest;
 pub use files::{DRAFT_FOLDER, PlannedFile};
+pub use picture::{Cell, Column, Group, Picture, Row, Section};
 pub use stages::StageLayers;
 pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
 

@@ -23,7 +23,7 @@ const PROFILE: &str = include_str!("../../mappings/profiles/hf.toml");
 /// Reads texts as a mapping and goes as far with it as it lets.
 fn try_mapping(texts: &[String], set: &GgufSet) {
     let start = Instant::now();
-    let request = |tp| PlanRequest { profile: Profile::load("hf").unwrap(), tp, policy: plans::policy() };
+    let request = |tp| PlanRequest::new(Profile::load("hf").unwrap(), tp, plans::policy());
     let outcome = Mapping::from_texts(texts)
         .and_then(|mapping| resolve(&mapping, set, MtpPolicy::Keep))
         .and_then(|model| Plan::audited(set, model.clone(), request(1)).and(Plan::audited(set, model, request(2))));
@@ -121,10 +121,10 @@ proptest! {
 
     #[test]
     fn mutated_profiles(seeds in prop::collection::vec(any::<u64>(), 1..4)) {
-        let Ok(profile) = Profile::from_text(&mutated(PROFILE, &seeds)) else { return Ok(()) };
+        let Ok(profile) = Profile::from_texts(&[mutated(PROFILE, &seeds)]) else { return Ok(()) };
         let model = resolve(&toy::mapping(), &TOY, MtpPolicy::Keep).unwrap();
         for tp in [1, 4] {
-            let request = PlanRequest { profile: profile.clone(), tp, policy: plans::policy() };
+            let request = PlanRequest::new(profile.clone(), tp, plans::policy());
             if let Err(error) = Plan::audited(&TOY, model.clone(), request) {
                 prop_assert!(matches!(error, Error::Layout(_) | Error::Rules(_)), "{}", error);
             }
@@ -135,8 +135,8 @@ proptest! {
     fn arbitrary_texts(text in "\\PC{0,400}", toml in "(\\[\\[?[a-z.]{1,9}\\]\\]?\n|[a-z]{1,6} = [\\PC]{0,20}\n){0,12}") {
         try_mapping(&[text.clone()], &TOY);
         try_mapping(&[toml.clone()], &TOY);
-        let _ = Profile::from_text(&text);
-        let _ = Profile::from_text(&toml);
+        let _ = Profile::from_texts(&[text]);
+        let _ = Profile::from_texts(&[toml]);
     }
 }
 
