@@ -65,8 +65,12 @@ fn read(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 /// Keeps the bytes of every slice in memory and counts how often each came.
 struct Slices {
-    slices: Vec<Vec<Mutex<(Vec<u8>, Vec<u8>)>>>,
+    /// By parameter, then by rank.
+    slices: Vec<Vec<Mutex<Slice>>>,
 }
+
+/// The bytes of a slice, and how often each came.
+type Slice = (Vec<u8>, Vec<u8>);
 
 impl Slices {
     fn new(plan: &Plan) -> Self {

@@ -39,11 +39,12 @@ pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
     let grid = |rows: Vec<Range<u64>>, cols: Vec<Range<u64>>| -> Vec<Tile> {
         rows.iter().flat_map(|r| cols.iter().map(|c| Tile { rows: r.clone(), cols: c.clone() })).collect()
     };
+    let one_row = || std::iter::once(0..1).collect();
     match job.read {
-        Read::Fill { elements, .. } => grid(vec![0..1], chunks(0..elements, target)),
+        Read::Fill { elements, .. } => grid(one_row(), chunks(0..elements, target)),
         Read::Run { start, elements, .. } => {
             // Columns count from the source's first element, so that boundaries fall between blocks.
-            grid(vec![0..1], chunks(start..start + elements, target / block * block))
+            grid(one_row(), chunks(start..start + elements, target / block * block))
         }
         Read::Rows { rows, .. } => {
             let cols = taken();

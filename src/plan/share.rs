@@ -55,14 +55,14 @@ fn between_units(cut: &Cut, length: u64, finest: u64, tp: u64, rank: u64) -> Res
         Some(_) => format!("{units} heads"),
         None => format!("an axis of {units}"),
     };
-    if units == 0 || length % units != 0 {
+    if units == 0 || !length.is_multiple_of(units) {
         return Err(Indivisible { what: format!("an axis of {length}, which is not {} whole units,", units) });
     }
     let unit = length / units;
-    if units % tp == 0 {
+    if units.is_multiple_of(tp) {
         let each = unit * (units / tp);
         Ok(rank * each..(rank + 1) * each)
-    } else if cut.repeat && units < tp && tp % units == 0 {
+    } else if cut.repeat && units < tp && tp.is_multiple_of(units) {
         let which = rank / (tp / units);
         Ok(which * unit..(which + 1) * unit)
     } else {
