@@ -138,6 +138,7 @@ fn checkpoint(dir: &Path) -> Manifest {
             parameter("none", Dtype::BF16, &[0, 4], "replicated"),
             parameter("big", Dtype::BF16, &[700, 2048], "row"),
             parameter("norm", Dtype::BF16, &[5], "replicated"),
+            Parameter { set: "mtp".into(), ..parameter("embed", Dtype::F32, &[80, 8], "replicated") },
         ],
         files,
         others,

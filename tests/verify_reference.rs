@@ -216,7 +216,7 @@ fn a_forged_rank_is_found() {
 
 /// A profile with another padding, under the name that reference needs.
 fn padded_profile(folder: &Path) -> String {
-    let text = include_str!("../mappings/profiles/hf.toml").replace("vocab_pad = 64", "vocab_pad = 384");
+    let text = include_str!("../mappings/profiles/hf.toml").replace("multiple = 64", "multiple = 384");
     let path = folder.join("padded.toml");
     fs::write(&path, text).unwrap();
     path.to_string_lossy().into_owned()

@@ -149,7 +149,7 @@ impl Plan {
         let stacked = matches!(spec.content, Content::Stacked { .. });
         let (first, count) = if expert {
             let elements = weights.len() as u64 / spec.content.parts().max(1) as u64;
-            if elements % tp != 0 {
+            if !elements.is_multiple_of(tp) {
                 let weight = &self.model.weights[weights[0] as usize];
                 return Err(indivisible(set, self, weight, &format!("{elements} experts"), Some(elements)));
             }
@@ -312,7 +312,10 @@ fn slice_shape(model: &Model, content: &Content, held: &Held) -> Option<Shape> {
     if last > 0 {
         axes[last] = first.cols;
     }
-    axes[0] = group.iter().map(|p| p.rows).sum::<u64>().checked_div(rows_per_step)?;
+    // Of a weight without elements the cut axis is as it was: only whole ones are without.
+    if let Some(first_axis) = group.iter().map(|p| p.rows).sum::<u64>().checked_div(rows_per_step) {
+        axes[0] = first_axis;
+    }
     if let Content::Stacked { parts, .. } = content {
         axes.insert(0, (held.0.len() / *parts as usize) as u64);
     }

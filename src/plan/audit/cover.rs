@@ -125,6 +125,8 @@ pub(super) fn destinations(plan: &Plan) -> Result<u64> {
 
 /// A rectangle of a source as one or more ranks of one stage of one set place it.
 struct Placed {
+    /// The parameter, for messages.
+    param: u32,
     source: u32,
     set: Set,
     stage: u32,
@@ -168,7 +170,12 @@ pub(super) fn sources(plan: &Plan) -> Result<u64> {
             let (times, copies) = (same.iter().map(|p| p.times).sum::<u64>(), same[0].copies);
             if times != copies || same.iter().any(|p| p.copies != copies) {
                 let rect = same[0].rect;
-                return Err(wrong(format!("rows from {} are placed on {times} ranks instead of {copies}", rect.row)));
+                let name = &plan.params[same[0].param as usize].name;
+                let rows = format!(
+                    "{} rows from row {} and {} columns from column {}",
+                    rect.rows, rect.row, rect.cols, rect.col
+                );
+                return Err(wrong(format!("parameter '{name}' holds {rows} on {times} ranks instead of {copies}")));
             }
             rects.push(same[0].rect);
         }
@@ -182,7 +189,7 @@ pub(super) fn sources(plan: &Plan) -> Result<u64> {
 
 fn placements(plan: &Plan, scales: &mut [bool]) -> Result<Vec<Placed>> {
     let mut placed: Vec<Placed> = Vec::new();
-    for param in &plan.params {
+    for (index, param) in plan.params.iter().enumerate() {
         let mut rank = 0;
         while rank < param.slices.len() {
             let slice = &param.slices[rank];
@@ -205,6 +212,7 @@ fn placements(plan: &Plan, scales: &mut [bool]) -> Result<Vec<Placed>> {
                 let copies = part.map_or(0, |h| h.copies());
                 let (rows, cols) = if region.transpose { (piece.cols, piece.rows) } else { (piece.rows, piece.cols) };
                 placed.push(Placed {
+                    param: index as u32,
                     source: region.source,
                     set: param.set,
                     stage: param.stage,

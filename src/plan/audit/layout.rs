@@ -65,7 +65,7 @@ fn content(plan: &Plan, param: &Param) -> Result<()> {
     let whole: Vec<u64> = match param.content {
         Content::Constant(_) => Vec::new(),
         Content::Joined(_) | Content::Stacked { .. } => {
-            if parts == 0 || weights.is_empty() || weights.len() % parts != 0 {
+            if parts == 0 || weights.is_empty() || !weights.len().is_multiple_of(parts) {
                 return Err(
                     fault(param, 0, format!("{} weights do not make elements of {parts}", weights.len())).audit()
                 );
@@ -158,7 +158,7 @@ fn slice(plan: &Plan, param: &Param, rank: usize, held: &mut [(u64, u64)]) -> Re
         let group = &parts[..param.content.parts().min(parts.len())];
         let rows: u64 = group.iter().map(|h| h.padded.rows).sum();
         let inner: u64 = first.weight.shape.iter().skip(1).take(first.weight.shape.len().saturating_sub(2)).product();
-        expected[stacked] = rows / inner.max(1);
+        expected[stacked] = rows.checked_div(inner).unwrap_or(expected[stacked]);
         if first.weight.shape.len() > 1 {
             let last = expected.len() - 1;
             expected[last] = first.padded.cols;
@@ -306,7 +306,7 @@ fn files(plan: &Plan) -> Result<()> {
                     fault(param, rank, format!("its slice is twice in the files, again in '{}'", file.name)).audit()
                 );
             }
-            if slice.file as usize != index || slice.offset != offset || offset % width != 0 {
+            if slice.file as usize != index || slice.offset != offset || !offset.is_multiple_of(width) {
                 let found = format!("its slice is at byte {} of file {}", slice.offset, slice.file);
                 return Err(fault(param, rank, found)
                     .expected(format!("byte {offset} of file {index} ('{}'), a multiple of {width}", file.name))
