@@ -45,7 +45,7 @@ fn converted(source: &Path, profile: &str, size: &Size) -> Result<TempDir, ggsha
     let request =
         Request { profile: profile.into(), tp: size.tp, expert_parallel: size.expert_parallel, ..Request::default() };
     let planned = plan(source, &request, false)?;
-    convert(&planned, &out.path().join("out"), Options::default(), &[], &|_| {})?;
+    convert(&planned, &out.path().join("out"), Options::default(), &ggshard::convert::Extras::default(), &|_| {})?;
     Ok(out)
 }
 

@@ -133,8 +133,8 @@ proptest! {
 
     #[test]
     fn arbitrary_texts(text in "\\PC{0,400}", toml in "(\\[\\[?[a-z.]{1,9}\\]\\]?\n|[a-z]{1,6} = [\\PC]{0,20}\n){0,12}") {
-        try_mapping(&[text.clone()], &TOY);
-        try_mapping(&[toml.clone()], &TOY);
+        try_mapping(std::slice::from_ref(&text), &TOY);
+        try_mapping(std::slice::from_ref(&toml), &TOY);
         let _ = Profile::from_texts(&[text]);
         let _ = Profile::from_texts(&[toml]);
     }
