@@ -40,8 +40,9 @@ SIGMOID = dict(n_routed_experts=4, n_shared_experts=2, n_group=1, topk_group=1, 
 # What transformers does not keep in config.json and vLLM reads.
 NOAUX = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, first_k_dense_replace=1)
 
-# The class that vLLM builds on CUDA for sparse attention. Its module can be built and loaded without a device.
+# The classes that vLLM builds on CUDA for sparse attention. Their modules can be built and loaded without a device.
 CUDA_CLASS = "vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM"
+CUDA_DRAFT = "vllm.models.deepseek_v32.nvidia.mtp:DeepseekV32MTP"
 
 # name: transformers class, changes to SIZES, config.json by hand, MTP blocks, sizes that vLLM is asked for
 FAMILIES = {
@@ -54,7 +55,8 @@ FAMILIES = {
     "gemma3": ("Gemma3", dict(tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"), {}, 0, "1 2 4"),
     "glm4_moe": ("Glm4Moe", dict(attention_bias=True, use_qk_norm=True, **SIGMOID), {}, 1, "1 2 4 2-ep 1-mtp 2-mtp"),
     "glm4_moe_lite": ("Glm4MoeLite", dict(mlp_layer_types=["dense", "sparse"], **MLA, **SIGMOID), NOAUX, 1, "1 2 4 2-ep 1-mtp 2-mtp"),
-    "deepseek_v32": ("DeepseekV32", dict(index_n_heads=2, index_head_dim=128, index_topk=16, **{**MLA, "q_lora_rank": 16}, **SIGMOID), NOAUX, 1, "1 2 4 2-ep 1-mtp 2-mtp 1-cuda 2-cuda"),
+    "deepseek_v32": ("DeepseekV32", dict(index_n_heads=2, index_head_dim=128, index_topk=16, **{**MLA, "q_lora_rank": 16}, **SIGMOID), NOAUX, 1,
+                     "1 2 4 2-ep 1-mtp 2-mtp 1-cuda 2-cuda 4-cuda 2-ep-cuda 1-mtp-cuda 2-mtp-cuda"),
 }
 
 
@@ -241,9 +243,11 @@ def make_gguf(folder, name, path, per_expert=False):
 def run_vllm(folder, size, out):
     """vllm_state.py in a process that has vLLM imported already."""
     import vllm_state
-    tp, _, mode = size.partition("-")
-    flags = {"": [], "ep": ["--ep"], "mtp": ["--draft"], "cuda": ["--class", CUDA_CLASS]}[mode]
-    sys.argv = ["vllm_state.py", str(folder), "--tp", tp, "--json", str(out), *flags]
+    tp, *modes = size.split("-")
+    sys.argv = ["vllm_state.py", str(folder), "--tp", tp, "--json", str(out)]
+    sys.argv += ["--ep"] * ("ep" in modes) + ["--draft"] * ("mtp" in modes)
+    if "cuda" in modes:
+        sys.argv += ["--class", CUDA_DRAFT if "mtp" in modes else CUDA_CLASS]
     vllm_state.main()
 
 

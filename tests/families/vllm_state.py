@@ -61,7 +61,8 @@ def worker(rank, a, port, q):
         stub_kernel_selection()
         spec = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}} if a.draft else {}
         cfg = EngineArgs(model=a.dir, tensor_parallel_size=a.tp, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
-                         max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, enable_expert_parallel=a.ep, **spec).create_engine_config()
+                         max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, enable_expert_parallel=a.ep,
+                         load_format=a.format, **spec).create_engine_config()
         torch.set_num_threads(1)
         with set_current_vllm_config(cfg):
             init_distributed_environment(world_size=a.tp, rank=rank, local_rank=rank, backend="gloo",
