@@ -215,7 +215,8 @@ fn ranks(plan: &Plan, options: &engine::Options) -> Result<Vec<u32>> {
     ranks.sort_unstable();
     ranks.dedup();
     if let Some(beyond) = ranks.iter().find(|r| **r >= plan.tp) {
-        let fault = Fault::new(format!("rank {beyond}")).expected(format!("ranks 0 to {}", plan.tp - 1));
+        let fault = Fault::new(format!("--ranks names rank {beyond} of {}", plan.tp))
+            .expected(format!("ranks 0 to {}", plan.tp - 1));
         return Err(fault.layout());
     }
     Ok(ranks)

@@ -29,6 +29,10 @@ pub enum Command {
     Convert(Convert),
     /// Check a converted folder: every file and tensor against the manifest, and on request against the source.
     Verify(Verify),
+    /// List the built-in mappings, or show one: which models it is for and its rules.
+    Mappings(Library),
+    /// List the built-in profiles, or show one: which stack it is for, what it was checked against, the launch it assumes.
+    Profiles(Library),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -153,6 +157,16 @@ pub struct Verify {
     /// Number of threads. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
+    /// Print one JSON document.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard mappings`, `ggshard profiles`
+#[derive(Debug, clap::Args)]
+pub struct Library {
+    /// The one to show: a built-in name or a TOML file.
+    pub name: Option<String>,
     /// Print one JSON document.
     #[arg(long)]
     pub json: bool,

@@ -3,11 +3,12 @@
 //! Results go to stdout, everything else to stderr. Exit status: 0 done, 1 refused or failed, 2 usage.
 
 mod args;
+mod library;
 mod page;
 mod progress;
 mod run;
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -20,7 +21,13 @@ pub fn main() -> ExitCode {
         1 => tracing::Level::INFO,
         _ => tracing::Level::DEBUG,
     };
-    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false).init();
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        .with_target(false)
+        .init();
     match run::run(args.command) {
         Ok(code) => code,
         Err(error) => {
@@ -29,7 +36,7 @@ pub fn main() -> ExitCode {
             if closed {
                 return ExitCode::SUCCESS;
             }
-            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            let _ = writeln!(std::io::stderr(), "error: {error}");
             ExitCode::from(1)
         }
     }

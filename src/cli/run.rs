@@ -14,7 +14,7 @@ use ggshard::verify;
 use serde::Serialize;
 
 use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, Verify};
-use super::{page, progress};
+use super::{library, page, progress};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -23,6 +23,8 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Plan(args) => plan(&args),
         Command::Convert(args) => convert(&args),
         Command::Verify(args) => verify(&args),
+        Command::Mappings(args) => library::mappings(&args),
+        Command::Profiles(args) => library::profiles(&args),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "ggshard", &mut script);
@@ -32,11 +34,11 @@ pub fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-fn print(text: &str) -> Result<()> {
+pub(super) fn print(text: &str) -> Result<()> {
     Ok(std::io::stdout().write_all(text.as_bytes())?)
 }
 
-fn print_json(value: &impl Serialize) -> Result<()> {
+pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value)?;
     text.push('\n');
     print(&text)
@@ -97,7 +99,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     let Planned { plan, mapping, .. } = &planned;
     tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
     let extras = convert::extras(&planned, args.config.as_deref())?;
-    for warning in plan.model.warnings.iter().chain(&extras.notes) {
+    for warning in &plan.model.warnings {
         tracing::warn!("{warning}");
     }
     let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
@@ -122,8 +124,9 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         print_json(&report)?;
     } else {
         let summary = plan.summary(&mapping.chosen, false);
+        let notes: String = extras.notes.iter().map(|note| format!("note       {note}\n")).collect();
         print(&format!(
-            "{}written    {} tensors in {} files, {} bytes, from {} bytes of source\nmanifest   {}\n",
+            "{}{notes}written    {} tensors in {} files, {} bytes, from {} bytes of source\nmanifest   {}\n",
             summary.render(),
             report.tensors,
             report.files,

@@ -50,7 +50,7 @@ impl BlockMap {
     pub fn read(facts: &Facts<'_>, policy: MtpPolicy, warnings: &mut Vec<String>) -> Result<Self> {
         let present: BTreeSet<u64> = facts.set().tensors().iter().filter_map(|t| block_of(&t.name)).collect();
         let Some(blocks) = &facts.rules().blocks else {
-            return Ok(BlockMap { present, trunk: u64::MAX, count: u64::MAX, policy });
+            return Ok(BlockMap { present, trunk: u64::MAX, count: 0, policy });
         };
         let scope = Bound { facts, vars: &[] };
         let broken = |why: String| facts.fault(why).contradiction();
@@ -122,9 +122,9 @@ impl BlockMap {
         block >= self.trunk
     }
 
-    /// Whether a block's weights are to be made.
+    /// Whether a block's weights are to be made. A block that nothing says may be absent is wanted, and must be there.
     pub fn wanted(&self, block: u64) -> bool {
-        self.present.contains(&block) && self.chosen(block)
+        block >= self.count || (self.present.contains(&block) && self.chosen(block))
     }
 
     fn chosen(&self, block: u64) -> bool {

@@ -156,6 +156,11 @@ impl Profile {
         Ok(Profile { rules, texts })
     }
 
+    /// The texts it is made of, its own first.
+    pub fn source(&self) -> String {
+        self.texts.iter().map(|t| format!("# --- {}\n{}", t.origin, t.text)).collect()
+    }
+
     /// Name, version and digest.
     pub fn id(&self) -> RulesId {
         RulesId::new(&self.rules.name, self.rules.version, &self.texts)

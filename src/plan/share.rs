@@ -37,7 +37,11 @@ pub(super) fn share(cut: &Cut, shape: &[u64], tp: u64, rank: u64, vocab: Vocab) 
         CutKind::Vocab => {
             let padded = rows.next_multiple_of(vocab.multiple);
             if padded % tp != 0 {
-                return Err(Indivisible { what: format!("{rows} vocabulary rows, padded to {padded}") });
+                let what = match padded == rows {
+                    true => format!("{rows} vocabulary rows"),
+                    false => format!("{rows} vocabulary rows, padded to {padded},"),
+                };
+                return Err(Indivisible { what });
             }
             let each = padded / tp;
             let held = (rank * each).min(rows)..((rank + 1) * each).min(rows);

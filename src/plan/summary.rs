@@ -245,7 +245,7 @@ impl Summary {
             self.ignored.len(),
             size(self.source_bytes)
         );
-        let _ = writeln!(out, "weights    {} with {:.1} billion elements", self.parameters, self.elements as f64 / 1e9);
+        let _ = writeln!(out, "parameters {} with {} elements", self.parameters, count(self.elements));
         for row in &self.types {
             let _ = writeln!(out, "           {:8} {:6} tensors {:>14} bytes", row.name, row.tensors, row.bytes);
         }
@@ -276,6 +276,15 @@ impl Summary {
             let _ = writeln!(out, "warning    {warning}");
         }
         out
+    }
+}
+
+/// Elements for people: `753.9 billion`.
+fn count(elements: u64) -> String {
+    match elements {
+        0..1_000_000 => elements.to_string(),
+        1_000_000..1_000_000_000 => format!("{:.1} million", elements as f64 / 1e6),
+        1_000_000_000.. => format!("{:.1} billion", elements as f64 / 1e9),
     }
 }
 
