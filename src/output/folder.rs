@@ -17,6 +17,30 @@ pub const PARTIAL: &str = ".partial";
 /// Appended to a safetensors file's name when it is complete and on disk, but others are not.
 pub const DONE: &str = ".done";
 
+/// A step from complete files to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step<'a> {
+    /// What was done so far is on disk.
+    Sync,
+    /// A complete file gets its final name.
+    Finish(&'a str),
+    /// A small file is written.
+    Write(&'a str, &'a [u8]),
+}
+
+/// The steps in order. After none but the last is the folder a checkpoint, to us or to a stack that looks for config.json.
+fn steps<'a>(files: &[&'a str], others: &'a [(String, Vec<u8>)], sums: &'a [u8], manifest: &'a [u8]) -> Vec<Step<'a>> {
+    let mut steps = vec![Step::Sync];
+    steps.extend(files.iter().map(|name| Step::Finish(name)));
+    steps.push(Step::Sync);
+    steps.extend(others.iter().map(|(name, bytes)| Step::Write(name, bytes)));
+    steps.push(Step::Write(filename::SUMS, sums));
+    steps.push(Step::Sync);
+    steps.push(Step::Write(filename::MANIFEST, manifest));
+    steps.push(Step::Sync);
+    steps
+}
+
 /// A folder that a conversion writes to. Unless it is [committed](OutputFolder::commit), everything that was put into
 /// it is removed again when this is dropped.
 #[derive(Debug)]
@@ -121,20 +145,19 @@ impl OutputFolder {
 
     /// Gives all files their final names, then writes the small files, `B3SUMS` and, last, the manifest.
     pub fn commit(mut self, files: &[&str], others: &[(String, Vec<u8>)], sums: &[u8], manifest: &[u8]) -> Result<()> {
-        self.sync()?;
-        for name in files {
-            self.rename(&self.path.join(format!("{name}{DONE}")), &self.path.join(name))?;
+        for step in steps(files, others, sums, manifest) {
+            self.take(step)?;
         }
-        self.sync()?;
-        for (name, bytes) in others {
-            self.write(name, bytes)?;
-        }
-        self.write(filename::SUMS, sums)?;
-        self.sync()?;
-        self.write(filename::MANIFEST, manifest)?;
-        self.sync()?;
         self.committed = true;
         Ok(())
+    }
+
+    fn take(&self, step: Step<'_>) -> Result<()> {
+        match step {
+            Step::Sync => self.sync(),
+            Step::Finish(name) => self.rename(&self.path.join(format!("{name}{DONE}")), &self.path.join(name)),
+            Step::Write(name, bytes) => self.write(name, bytes),
+        }
     }
 
     fn note(&self, path: PathBuf) {
@@ -194,5 +217,49 @@ fn same_file(a: &Path, b: &Path) -> bool {
     match (fs::metadata(a), fs::metadata(b)) {
         (Ok(a), Ok(b)) => a.dev() == b.dev() && a.ino() == b.ino(),
         (Err(_), _) | (_, Err(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILES: [&str; 3] =
+        ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors", "mtp/a.safetensors"];
+
+    /// A process that dies between any two steps leaves nothing that passes for a checkpoint: no manifest, and nothing
+    /// that a stack reads first (config.json, an index) unless every weight is in place under its name.
+    #[test]
+    fn a_death_after_any_step_leaves_no_checkpoint() {
+        let others = [("config.json".to_owned(), b"{}".to_vec()), ("mtp/config.json".to_owned(), b"{}".to_vec())];
+        let all = steps(&FILES, &others, b"sums", b"manifest");
+        let last = all.iter().rposition(|s| matches!(s, Step::Write(..))).unwrap();
+        for dies_after in 0..=all.len() {
+            let temp = tempfile::tempdir().unwrap();
+            let path = temp.path().join("out");
+            let folder = OutputFolder::create(&path).unwrap();
+            for name in FILES {
+                let file = folder.open_partial(name).unwrap();
+                folder.complete(name, &file).unwrap();
+            }
+            for step in &all[..dies_after] {
+                folder.take(*step).unwrap();
+            }
+            // No destructor runs in a process that is killed.
+            std::mem::forget(folder);
+            let is = |name: &str| path.join(name).exists();
+            assert_eq!(is(filename::MANIFEST), dies_after > last, "after {dies_after} steps");
+            if is("config.json") || is("mtp/config.json") || is(filename::SUMS) {
+                assert!(FILES.iter().all(|name| is(name)), "after {dies_after} steps");
+            }
+            if dies_after > last {
+                assert!(
+                    FILES.iter().all(|name| is(name))
+                        && is("config.json")
+                        && is("mtp/config.json")
+                        && is(filename::SUMS)
+                );
+            }
+        }
     }
 }
