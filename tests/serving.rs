@@ -222,3 +222,14 @@ fn cuda_fuses_the_indexer_where_the_checked_profile_does_not() {
         assert_eq!(fused[&format!("{indexer}.wk_weights_proj.weight")].1, joined);
     }
 }
+
+#[test]
+fn choices_that_would_change_or_write_nothing_are_refused() {
+    let refused = |source: &str, request: &Request| plan(&fixture(source), request, false).err().unwrap().to_string();
+    let hf = Request { profile: "hf".into(), ..vllm(2) };
+    assert!(refused(GLM, &Request { expert_parallel: true, ..hf.clone() }).contains("--ep"));
+    assert!(refused(GLM, &Request { moe_pad: Some(128), ..hf }).contains("--moe-pad"));
+    assert!(refused("families/llama.gguf", &Request { expert_parallel: true, ..vllm(2) }).contains("--ep"));
+    let empty = Request { profile: "sglang-0.5".into(), mtp: MtpPolicy::Only, ..vllm(1) };
+    assert!(refused(GLM, &empty).contains("makes no parameter"));
+}

@@ -77,8 +77,8 @@ pub struct PlanChoices {
     #[arg(long)]
     pub ep: bool,
     /// Number of pipeline stages.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub pp: u32,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub pp: Option<u32>,
     /// Blocks per pipeline stage, as in 20,20,21. Default: as vLLM divides them.
     #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
     pub pp_layers: Vec<u64>,

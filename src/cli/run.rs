@@ -63,7 +63,7 @@ fn request(choices: &PlanChoices) -> Request {
         dtype: choices.dtype.into(),
         mtp: choices.mtp.into(),
         part_size: choices.part_size,
-        pp: if choices.pp_layers.is_empty() { choices.pp } else { choices.pp_layers.len() as u32 },
+        pp: choices.pp.unwrap_or(choices.pp_layers.len().max(1) as u32),
         stage_layers: choices.pp_layers.clone(),
         expert_parallel: choices.ep,
         moe_pad: choices.moe_pad,
@@ -72,6 +72,8 @@ fn request(choices: &PlanChoices) -> Request {
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
+    // Whatever `convert` would refuse about the config, it refuses here.
+    convert::extras(&planned, None)?;
     if let Some(path) = &args.html {
         page::write(path, picture(&planned).to_html().as_bytes())?;
     }

@@ -200,11 +200,33 @@ pub(super) fn check(layouts: &[LayoutRules]) -> Result<(), String> {
             Compiled::new(part, false).map_err(at)?;
             Compiled::new(part, true).map_err(at)?;
         }
+        layout.check_names().map_err(at)?;
         if layout.verbatim && (!layout.params.is_empty() || layout.extends.is_some()) {
             return Err(at("a verbatim layout has no other rules".into()));
         }
     }
     Ok(())
+}
+
+impl LayoutRules {
+    /// Names and conditions that no model could ever make sense of.
+    fn check_names(&self) -> Result<(), String> {
+        let whens = self.params.iter().filter_map(|p| p.when.as_ref());
+        for when in whens {
+            if let Some(unknown) = when.0.names().iter().find(|n| !matches!(n.as_str(), "tp" | "pp")) {
+                return Err(format!("'{unknown}' in `{}` is not known in a layout; tp and pp are", when.0.text()));
+            }
+        }
+        let drafted = self.draft.iter().flat_map(|d| &d.params).flat_map(|p| p.from.iter().chain([&p.name]));
+        let tied = self.tied.iter().flat_map(|t| [&t.name, &t.of, &t.unless]);
+        for (text, allowed) in drafted.map(|t| (t, &["layer"][..])).chain(tied.map(|t| (t, &[][..]))) {
+            let pattern = Pattern::parse(text)?;
+            if let Some(unknown) = pattern.variables().iter().find(|v| !allowed.contains(v)) {
+                return Err(format!("'{text}' uses '{{{unknown}}}', which has no value there"));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A layout and those it extends, itself first.

@@ -87,6 +87,7 @@ impl Plan {
             }
             plan.params.push(param);
         }
+        plan.refuse_vain_choices(set)?;
         plan.warn_of_padding_kernels();
         files::assign(&mut plan)?;
         Ok(plan)
@@ -200,6 +201,27 @@ impl Plan {
         let shape = slice_shape(&self.model, &spec.content, held)
             .ok_or_else(|| Fault::new("a shape of more than 4 axes").file(set.path()).tensor(&spec.name).layout())?;
         Ok(Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 })
+    }
+
+    /// What would write nothing, or change nothing, is not what the user wants.
+    fn refuse_vain_choices(&self, set: &GgufSet) -> Result<()> {
+        let refused = |found: String, remedy: &str| Err(Fault::new(found).file(set.path()).remedy(remedy).layout());
+        let name = &self.profile.rules.name;
+        if self.params.is_empty() {
+            let why = self.left_out.first().map(|(_, why)| format!(": {why}")).unwrap_or_default();
+            let found = format!("profile '{name}' makes no parameter of this file{why}");
+            return refused(found, "Choose another profile, or another --mtp");
+        }
+        let stacked = self.params.iter().any(|p| matches!(p.content, Content::Stacked { .. }));
+        if self.expert_parallel && !stacked {
+            let found = format!("--ep has no effect: under profile '{name}' the model has no stacked experts");
+            return refused(found, "Leave it out, or choose the profile of a serving stack");
+        }
+        if self.policy.moe_pad.is_some() && !stacked {
+            let found = format!("--moe-pad has no effect: under profile '{name}' the model has no stacked experts");
+            return refused(found, "Leave it out, or choose the profile of a serving stack");
+        }
+        Ok(())
     }
 
     /// Kernels that pad an expert's rows place `up` where plain files do not have it, and vLLM only warns.
