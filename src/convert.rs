@@ -351,17 +351,18 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
         Some(path) => {
             let folder = path.is_dir();
             let file = if folder { path.join("config.json") } else { path.to_path_buf() };
-            let fields = read_config(&file)?;
+            let (bytes, fields) = read_config(&file)?;
             if folder {
                 for name in TOKENIZER_FILES.iter().filter(|name| path.join(name).is_file()) {
                     extras.files.push(((*name).to_owned(), read_small(&path.join(name))?));
                 }
             }
-            Some(config::check(mapping, set, &plan.model, dtype, fields, &file)?)
+            let given = config::Given { path: &file, bytes, fields };
+            Some(config::check(mapping, set, &plan.model, dtype, given)?)
         }
     };
     if let Some(config) = config {
-        let bytes = config.to_bytes()?;
+        let bytes = config.bytes;
         if plan.files.iter().any(|f| f.set == Set::Draft) {
             extras.files.push((format!("{DRAFT_FOLDER}/config.json"), bytes.clone()));
         }
@@ -372,18 +373,23 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
 }
 
 fn read_small(path: &Path) -> Result<Vec<u8>> {
-    let bytes = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?.len();
-    if bytes > LONGEST_EXTRA {
-        let fault = Fault::new(format!("{bytes} bytes")).file(path);
-        return Err(fault.expected(format!("at most {LONGEST_EXTRA} bytes")).output());
+    let found = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
+    let wrong = |what: String| Fault::new(what).file(path).expected(format!("a file of at most {LONGEST_EXTRA} bytes"));
+    if !found.is_file() {
+        return Err(wrong("it is no regular file".into()).output());
+    }
+    if found.len() > LONGEST_EXTRA {
+        return Err(wrong(format!("{} bytes", found.len())).output());
     }
     std::fs::read(path).map_err(|e| Error::io("read", path, e))
 }
 
-fn read_config(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>> {
+/// A config.json's text, and what it says.
+fn read_config(path: &Path) -> Result<(Vec<u8>, serde_json::Map<String, serde_json::Value>)> {
     let wrong = |found: String| Fault::new(found).file(path).expected("a config.json").output();
-    match serde_json::from_slice(&read_small(path)?) {
-        Ok(serde_json::Value::Object(fields)) => Ok(fields),
+    let bytes = read_small(path)?;
+    match serde_json::from_slice(&bytes) {
+        Ok(serde_json::Value::Object(fields)) => Ok((bytes, fields)),
         Ok(_) => Err(wrong("it is JSON, but no object".into())),
         Err(e) => Err(wrong(format!("not JSON: {e}"))),
     }

@@ -181,6 +181,15 @@ impl Rules {
         if let Some(expr) = self.matching.as_ref().and_then(|m| m.when.as_ref()) {
             known(expr, &[]).map_err(at("match".into()))?;
         }
+        for (name, field) in &self.config.0 {
+            field.each_expr(&mut |expr, layer| {
+                let bound: &[&str] = if layer { &["layer", "mtp_written"] } else { &["mtp_written"] };
+                known(expr, bound).map_err(at(format!("config.{name}")))
+            })?;
+        }
+        for expr in self.config_unknown.iter().filter_map(|unknown| unknown.when.as_ref()) {
+            known(expr, &["mtp_written"]).map_err(at("config_unknown".into()))?;
+        }
         for rule in &self.weights {
             let bound = rule.name.0.variables();
             for expr in rule.expressions() {

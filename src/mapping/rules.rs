@@ -6,6 +6,7 @@
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
+use super::config::ConfigRules;
 use super::expr::Expr;
 use super::pattern::Pattern;
 
@@ -21,6 +22,9 @@ pub struct Rules {
     /// The HF class (`architectures[0]` of the original config.json) whose checkpoint the weights make up.
     #[serde(default)]
     pub class: String,
+    /// Other HF classes with weights of the same names and shapes, which a given config.json may name.
+    #[serde(default)]
+    pub class_alike: Vec<String>,
     /// One sentence: which models this is for.
     #[serde(default)]
     pub about: String,
@@ -59,10 +63,10 @@ pub struct Rules {
     pub checks: Vec<CheckRule>,
     /// Fields of the model's config.json and where their values come from; see `config`.
     #[serde(default)]
-    pub config: toml::Table,
+    pub config: ConfigRules,
     /// What a GGUF does not say about the config, in sentences for the user.
     #[serde(default)]
-    pub config_unknown: Vec<String>,
+    pub config_unknown: Vec<Unknown>,
     /// Takes every source tensor as a weight of the same name and shape (the `raw` mapping).
     #[serde(default)]
     pub every_tensor: bool,
@@ -83,6 +87,15 @@ pub struct Match {
     /// The evidence in words, printed when the mapping is chosen.
     #[serde(default)]
     pub because: String,
+}
+
+/// Something that a GGUF does not say about the config.
+#[derive(Debug, Clone)]
+pub struct Unknown {
+    /// The sentence, which reads on after "config.json is derived from the GGUF;".
+    pub say: String,
+    /// For which files it is said. Default: for all.
+    pub when: Option<ExprText>,
 }
 
 /// One value or a list of them.
@@ -399,8 +412,8 @@ impl Rules {
         for (name, count) in parent.loops {
             self.loops.entry(name).or_insert(count);
         }
-        for (name, field) in parent.config {
-            self.config.entry(name).or_insert(field);
+        for (name, field) in parent.config.0 {
+            self.config.0.entry(name).or_insert(field);
         }
         let mut config_unknown = parent.config_unknown;
         config_unknown.append(&mut self.config_unknown);

@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer};
 use toml::Value;
 
 use super::expr::Expr;
-use super::rules::{CutRule, DimSource, ExprText, From, OneOrMany};
+use super::rules::{CutRule, DimSource, ExprText, From, OneOrMany, Unknown};
 
 impl<'de, T: DeserializeOwned> Deserialize<'de> for OneOrMany<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -57,6 +57,24 @@ impl<'de> Deserialize<'de> for DimSource {
                 }
             }
             _ => Err(D::Error::custom(wrong)),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Unknown {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Table {
+            say: String,
+            when: ExprText,
+        }
+        match Value::deserialize(deserializer)? {
+            Value::String(say) => Ok(Unknown { say, when: None }),
+            other => {
+                let table: Table = other.try_into().map_err(|e: toml::de::Error| D::Error::custom(e.message()))?;
+                Ok(Unknown { say: table.say, when: Some(table.when) })
+            }
         }
     }
 }
