@@ -88,7 +88,8 @@ impl RankCheckpoint {
     /// # Errors
     ///
     /// Those of [`Manifest::read`]; [`Error::Checkpoint`](crate::Error::Checkpoint) when the rank, stage or set is not
-    /// in the folder, or when a file is not what the manifest says: every difference is named;
+    /// in the folder, or when a file is not what the manifest says: every difference is named in
+    /// the [`Fault`], of which the message shows the beginning;
     /// [`Error::Io`](crate::Error::Io) when a file cannot be mapped.
     pub fn open(dir: impl AsRef<Path>, rank: u32, options: OpenOptions) -> Result<Self> {
         let dir = dir.as_ref();
