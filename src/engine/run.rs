@@ -30,6 +30,18 @@ pub struct Options {
     pub track_reads: bool,
     /// The best instruction set that may be used.
     pub simd: Simd,
+    /// Set by whoever wants the work to stop: it ends with [`Error::Cancelled`] within a tile per worker.
+    pub cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Options {
+    /// Refuses to go on once [`Options::cancel`] is set.
+    pub(crate) fn check_cancel(&self) -> Result<()> {
+        match &self.cancel {
+            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for Options {
@@ -42,6 +54,7 @@ impl Default for Options {
             allow_nonfinite: false,
             track_reads: false,
             simd: Simd::detect(),
+            cancel: None,
         }
     }
 }
@@ -100,7 +113,7 @@ impl<'a> Engine<'a> {
             n => n,
         };
         std::thread::scope(|scope| {
-            let work = || shared.work(&context, self.options.allow_nonfinite, progress);
+            let work = || shared.work(&context, &self.options, progress);
             for _ in 1..threads {
                 // A worker that cannot be started is one fewer, and so are those after it; this thread does the rest.
                 if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
@@ -142,16 +155,17 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    fn work(&self, context: &Context<'_>, allow_nonfinite: bool, progress: &(dyn Fn(u64) + Sync)) {
+    fn work(&self, context: &Context<'_>, options: &Options, progress: &(dyn Fn(u64) + Sync)) {
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             let next = self.queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((job, tile)) = next else { return };
-            let done = context.execute(&job, &tile, &mut scratch).and_then(|(bytes, found)| {
+            let done = options.check_cancel().and_then(|()| context.execute(&job, &tile, &mut scratch));
+            let done = done.and_then(|(bytes, found)| {
                 if found.any() {
                     *self.nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() +=
                         found;
-                    if !allow_nonfinite {
+                    if !options.allow_nonfinite {
                         return Err(refusal(context.plan, &job, found));
                     }
                 }
