@@ -120,7 +120,13 @@ pub fn plan(source: &Path, request: &Request, header_only: bool) -> Result<Plann
 
 /// Plans the conversion of an open source by rules that are at hand.
 pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Request) -> Result<Planned> {
-    let model = mapping::resolve(&mapping, &set, request.mtp)?;
+    let plan = audited(&set, &mapping, profile, request)?;
+    Ok(Planned { set, mapping, plan })
+}
+
+/// The audited plan of a conversion.
+pub(crate) fn audited(set: &GgufSet, mapping: &Mapping, profile: Profile, request: &Request) -> Result<Plan> {
+    let model = mapping::resolve(mapping, set, request.mtp)?;
     let Request { dtype, mtp, part_size, moe_pad, .. } = *request;
     let plan_request = PlanRequest {
         profile,
@@ -130,8 +136,7 @@ pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Req
         expert_parallel: request.expert_parallel,
         policy: Policy { dtype, mtp, part_size, moe_pad },
     };
-    let plan = Plan::audited(&set, model, plan_request)?;
-    Ok(Planned { set, mapping, plan })
+    Plan::audited(set, model, plan_request)
 }
 
 /// Executes a plan into `output`, which is created or must be empty. `extras` go beside the weights. `progress` is told of tensor bytes done.

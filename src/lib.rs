@@ -10,6 +10,7 @@ pub mod gguf;
 pub mod mapping;
 pub mod output;
 pub mod plan;
+pub mod runtime;
 pub mod verify;
 
 pub use error::{Error, Fault, Result};

@@ -33,6 +33,7 @@ mod reference;
 mod report;
 mod source;
 
+pub(crate) use contents::{Depth, check_files, lock, on_threads};
 pub use report::{Distance, Finding, Report, Summary, What};
 
 /// What to check, and with how many threads.

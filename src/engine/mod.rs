@@ -24,5 +24,10 @@ pub trait Sink: Sync {
     /// Takes `bytes` that begin at byte `offset` of the slice that each of `ranks` holds of parameter `param`.
     ///
     /// Every byte of every slice comes exactly once, in any order and from any worker. `ranks` hold equal slices.
+    ///
+    /// Tiles begin in the plan's order, so a sink may keep a worker waiting until earlier parameters are complete.
     fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.
+    fn stop(&self) {}
 }

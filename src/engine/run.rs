@@ -92,9 +92,26 @@ impl<'a> Engine<'a> {
         }
         let decoders: Vec<Option<Dequantizer>> =
             plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
+        let nonfinite = Mutex::new(BTreeMap::<u32, Nonfinite>::new());
+        let accept = |job: &Job, found: Nonfinite| {
+            if found.any() {
+                *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() += found;
+                if !self.options.allow_nonfinite {
+                    return Err(refusal(plan, job, found));
+                }
+            }
+            Ok(())
+        };
         let reads = Reads::new(plan.sources.len(), self.options.track_reads);
-        let context =
-            Context { plan, set: self.set, sink, reads: &reads, simd: self.options.simd, decoders: &decoders };
+        let context = Context {
+            plan,
+            set: self.set,
+            sink,
+            reads: &reads,
+            simd: self.options.simd,
+            decoders: &decoders,
+            accept: &accept,
+        };
         let shared = Shared {
             queue: Mutex::new(Queue {
                 engine: self,
@@ -106,7 +123,6 @@ impl<'a> Engine<'a> {
             }),
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
-            nonfinite: Mutex::new(BTreeMap::new()),
         };
         let threads = match self.options.threads {
             0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
@@ -122,8 +138,7 @@ impl<'a> Engine<'a> {
             }
             work();
         });
-        let Shared { failure, nonfinite, .. } = shared;
-        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match shared.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
             None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),
         }
@@ -151,33 +166,39 @@ struct Shared<'a> {
     queue: Mutex<Queue<'a>>,
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
-    nonfinite: Mutex<BTreeMap<u32, Nonfinite>>,
 }
 
 impl Shared<'_> {
     fn work(&self, context: &Context<'_>, options: &Options, progress: &(dyn Fn(u64) + Sync)) {
+        let _guard = StopOnPanic { stop: &self.stop, sink: context.sink };
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             let next = self.queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((job, tile)) = next else { return };
             let done = options.check_cancel().and_then(|()| context.execute(&job, &tile, &mut scratch));
-            let done = done.and_then(|(bytes, found)| {
-                if found.any() {
-                    *self.nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() +=
-                        found;
-                    if !options.allow_nonfinite {
-                        return Err(refusal(context.plan, &job, found));
-                    }
-                }
-                Ok(bytes)
-            });
             match done {
                 Ok(bytes) => progress(bytes),
                 Err(error) => {
                     self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                     self.stop.store(true, Ordering::Relaxed);
+                    context.sink.stop();
                 }
             }
+        }
+    }
+}
+
+/// A worker that panics ends the run: without it, others might wait in the sink for what it did not finish.
+struct StopOnPanic<'a> {
+    stop: &'a AtomicBool,
+    sink: &'a dyn Sink,
+}
+
+impl Drop for StopOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.stop.store(true, Ordering::Relaxed);
+            self.sink.stop();
         }
     }
 }

@@ -80,30 +80,33 @@ pub(super) struct Context<'a> {
     pub simd: Simd,
     /// A decoder per source, none for types without one.
     pub decoders: &'a [Option<Dequantizer>],
+    /// Counts a tile's values that are not finite and refuses them where they are not allowed, before the sink sees any.
+    pub accept: &'a (dyn Fn(&Job, Nonfinite) -> Result<()> + Sync),
 }
 
 impl Context<'_> {
-    /// Decodes a tile and hands it to the sink. Gives the number of bytes written and what was not finite.
-    pub fn execute(&self, job: &Job, tile: &Tile, scratch: &mut Scratch) -> Result<(u64, Nonfinite)> {
+    /// Decodes a tile and hands it to the sink. Gives the number of bytes written.
+    pub fn execute(&self, job: &Job, tile: &Tile, scratch: &mut Scratch) -> Result<u64> {
         let dtype = self.plan.params[job.param as usize].dtype;
         match job.read {
             Read::Fill { value, .. } => self.fill(job, tile, value, dtype, scratch),
             Read::Run { source, op, .. } => {
                 let found = self.decode_row(source, tile.cols.clone(), op, dtype, scratch, None)?;
-                let start = job_start(&job.read);
-                let bytes = self.put_run(job, tile.cols.start - start, dtype, &scratch.decoded)?;
-                Ok((bytes, found))
+                (self.accept)(job, found)?;
+                self.put_run(job, tile.cols.start - job_start(&job.read), dtype, &scratch.decoded)
             }
             Read::Rows { source, start, stride, op, .. } => {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
+                (self.accept)(job, found)?;
                 let mut bytes = 0;
                 for output in &job.outputs {
                     bytes += self.put_columns(output, tile, dtype, scratch)?;
                 }
-                Ok((bytes, found))
+                Ok(bytes)
             }
             Read::Transposed { source, start, stride, op, .. } => {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
+                (self.accept)(job, found)?;
                 let rows = (tile.rows.end - tile.rows.start) as usize;
                 let cols = (tile.cols.end - tile.cols.start) as usize;
                 let Scratch { decoded, out, .. } = scratch;
@@ -117,19 +120,12 @@ impl Context<'_> {
                 for output in &job.outputs {
                     bytes += self.put_transposed(output, tile, dtype, out)?;
                 }
-                Ok((bytes, found))
+                Ok(bytes)
             }
         }
     }
 
-    fn fill(
-        &self,
-        job: &Job,
-        tile: &Tile,
-        value: f32,
-        dtype: Dtype,
-        scratch: &mut Scratch,
-    ) -> Result<(u64, Nonfinite)> {
+    fn fill(&self, job: &Job, tile: &Tile, value: f32, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
         let n = (tile.cols.end - tile.cols.start) as usize;
         scratch.floats.clear();
         scratch.floats.resize(n, value);
@@ -142,7 +138,8 @@ impl Context<'_> {
                 Nonfinite::default()
             }
         };
-        Ok((self.put_run(job, tile.cols.start, dtype, &scratch.decoded)?, found))
+        (self.accept)(job, found)?;
+        self.put_run(job, tile.cols.start, dtype, &scratch.decoded)
     }
 
     fn put_run(&self, job: &Job, first: u64, dtype: Dtype, bytes: &[u8]) -> Result<u64> {

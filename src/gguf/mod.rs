@@ -18,6 +18,7 @@ mod value;
 
 pub use describe::{Description, FileType, KeyDescription, PartDescription, TensorDescription, TypeDescription};
 pub use map::Advice;
+pub(crate) use map::Map;
 pub use metadata::{Field, Metadata};
 pub use set::{GgufSet, Part};
 pub use tensor::SourceTensor;

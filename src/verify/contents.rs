@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::{Finding, Options, Report, Step, What};
 use crate::error::{Error, Result};
 use crate::output::digest::Digest;
-use crate::output::manifest::{Manifest, TensorEntry};
+use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
 
@@ -30,6 +30,13 @@ struct Target<'m> {
     blake3: Digest,
     /// `None` for a file that is not safetensors.
     weights: Option<Weights<'m>>,
+}
+
+impl<'m> Target<'m> {
+    fn of(file: &'m FileEntry) -> Self {
+        let weights = Weights { header_bytes: file.header_bytes, tensors: &file.tensors };
+        Target { name: &file.name, bytes: file.bytes, blake3: file.blake3, weights: Some(weights) }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -83,12 +90,7 @@ pub(super) fn check(
     report: &mut Report,
 ) -> Result<()> {
     let wanted = |rank: Option<u32>| options.rank.is_none() || rank.is_none() || rank == options.rank;
-    let weights = manifest.files.iter().filter(|file| wanted(file.rank)).map(|file| Target {
-        name: &file.name,
-        bytes: file.bytes,
-        blake3: file.blake3,
-        weights: Some(Weights { header_bytes: file.header_bytes, tensors: &file.tensors }),
-    });
+    let weights = manifest.files.iter().filter(|file| wanted(file.rank)).map(Target::of);
     let others = manifest.others.iter().map(|file| Target {
         name: &file.name,
         bytes: file.bytes,
@@ -97,19 +99,7 @@ pub(super) fn check(
     });
     let targets: Vec<Target<'_>> = weights.chain(others).collect();
     progress(Step::Begin { check: "folder", bytes: targets.iter().map(|target| target.bytes).sum() });
-    let checker = Checker {
-        dir,
-        queue: Mutex::new(Queue { targets: targets.iter().enumerate(), current: None }),
-        results: Mutex::default(),
-        progress,
-        owners: manifest.files.iter().map(|file| (file.blake3, file.name.as_str())).collect(),
-    };
-    on_threads(options.threads, || checker.work());
-    let mut results = checker.results.into_inner().unwrap_or_else(PoisonError::into_inner);
-    if let Some(error) = results.error {
-        return Err(error);
-    }
-    results.findings.sort_by_key(|(number, _)| *number);
+    let results = check_targets(dir, manifest, &targets, Depth::Contents, options.threads, progress)?;
     report.findings.extend(results.findings.into_iter().map(|(_, finding)| finding));
     report.files += results.files;
     report.tensors += results.tensors;
@@ -117,8 +107,57 @@ pub(super) fn check(
     Ok(())
 }
 
+/// How much of a file is checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Depth {
+    /// Its length, and its header against the manifest.
+    Headers,
+    /// Also every byte, by the digests of the file and of its tensors.
+    Contents,
+}
+
+/// Checks some of the manifest's safetensors files and gives every difference, in their order.
+pub(crate) fn check_files(
+    dir: &Path,
+    manifest: &Manifest,
+    files: &[&FileEntry],
+    depth: Depth,
+    threads: usize,
+) -> Result<Vec<Finding>> {
+    let targets: Vec<Target<'_>> = files.iter().map(|file| Target::of(file)).collect();
+    let results = check_targets(dir, manifest, &targets, depth, threads, &|_| {})?;
+    Ok(results.findings.into_iter().map(|(_, finding)| finding).collect())
+}
+
+fn check_targets<'m>(
+    dir: &'m Path,
+    manifest: &'m Manifest,
+    targets: &'m [Target<'m>],
+    depth: Depth,
+    threads: usize,
+    progress: &'m (dyn Fn(Step) + Sync),
+) -> Result<Results> {
+    let checker = Checker {
+        dir,
+        queue: Mutex::new(Queue { targets: targets.iter().enumerate(), current: None }),
+        results: Mutex::default(),
+        progress,
+        owners: manifest.files.iter().map(|file| (file.blake3, file.name.as_str())).collect(),
+    };
+    on_threads(threads, || match depth {
+        Depth::Headers => checker.look(),
+        Depth::Contents => checker.work(),
+    });
+    let mut results = checker.results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some(error) = results.error {
+        return Err(error);
+    }
+    results.findings.sort_by_key(|(number, _)| *number);
+    Ok(results)
+}
+
 /// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
-pub(super) fn on_threads(threads: usize, work: impl Fn() + Sync) {
+pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
     let threads = match threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         threads => threads,
@@ -134,7 +173,7 @@ pub(super) fn on_threads(threads: usize, work: impl Fn() + Sync) {
     });
 }
 
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -162,6 +201,15 @@ impl<'m> Checker<'m> {
             if reading.left.fetch_sub(len, Ordering::AcqRel) == len {
                 self.finish(&reading);
             }
+        }
+    }
+
+    /// Opens files, which compares length and header, until none are left.
+    fn look(&self) {
+        loop {
+            let next = lock(&self.queue).targets.next();
+            let Some((number, target)) = next else { return };
+            self.open(number, target);
         }
     }
 

@@ -1,0 +1,23 @@
+//! Runtime: a model's weights in the memory of the program that serves it.
+//!
+//! ```text
+//! converted folder ─► RankCheckpoint: one rank's files, checked against the manifest, mapped ─► views, prefetch, copies
+//! GGUF ─► Source ─► plan, audited ─► engine ─► Weights: parameters in the plan's order, decoded ahead of the consumer
+//! ```
+//!
+//! Nothing here trusts the program that loads: names, dtypes and shapes are compared with the manifest or come from an
+//! audited plan, and every difference is an error that names the file and the tensor.
+
+mod buffer;
+mod checkpoint;
+mod load;
+mod source;
+mod stream;
+mod tensor;
+
+pub use checkpoint::{OpenOptions, RankCheckpoint, Verify};
+pub use source::{RankOptions, Source, WeightOptions};
+pub use stream::{Loaded, WeightSpec, Weights};
+pub use tensor::{SharedTensor, Tensor};
+
+pub use crate::mapping::Set;

@@ -1,0 +1,207 @@
+//! A GGUF whose weights are decoded straight into memory, without a folder in between.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::stream::Weights;
+use crate::convert::{self, Request};
+use crate::dequant::FloatType;
+use crate::engine;
+use crate::error::{Fault, Result};
+use crate::gguf::GgufSet;
+use crate::mapping::{self, Mapping, MtpPolicy, Profile, Set};
+use crate::plan::Plan;
+
+/// Which weights are decoded, and how.
+#[derive(Debug, Clone)]
+pub struct WeightOptions {
+    /// A mapping by name or path; by default the one whose `[match]` fits.
+    pub mapping: Option<String>,
+    /// Element type of weights that are not pinned.
+    pub dtype: FloatType,
+    /// What becomes of MTP blocks.
+    pub mtp: MtpPolicy,
+    /// Only the parameters of these names (of any set); `None` for all. The order stays the plan's.
+    pub names: Option<Vec<String>>,
+    /// Number of workers; 0 for one per CPU.
+    pub threads: usize,
+    /// How many bytes of parameters may be in memory before they are delivered. A parameter that is larger still comes,
+    /// alone. What the consumer keeps does not count.
+    pub memory: u64,
+    /// Whether NaN, infinities and overflows are let through (and counted).
+    pub allow_nonfinite: bool,
+}
+
+impl Default for WeightOptions {
+    fn default() -> Self {
+        WeightOptions {
+            mapping: None,
+            dtype: FloatType::BF16,
+            mtp: MtpPolicy::Keep,
+            names: None,
+            threads: 0,
+            memory: 1 << 30,
+            allow_nonfinite: false,
+        }
+    }
+}
+
+/// Which rank of which layout is decoded, and how.
+#[derive(Debug, Clone)]
+pub struct RankOptions {
+    /// A profile by name or path.
+    pub profile: String,
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    /// The rank.
+    pub rank: u32,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// Blocks per pipeline stage; empty to divide them evenly.
+    pub stage_layers: Vec<u64>,
+    /// The pipeline stage; `None` for all of them. The draft model is not divided and comes with every stage.
+    pub stage: Option<u32>,
+    /// Ranks hold whole experts instead of a slice of every expert.
+    pub expert_parallel: bool,
+    /// Each rank's rows of an expert's projections are padded with zeros to a multiple of this.
+    pub moe_pad: Option<u64>,
+    /// Only the model itself or only the draft model; `None` for both.
+    pub set: Option<Set>,
+    /// Which weights, and how they are decoded.
+    pub weights: WeightOptions,
+}
+
+impl Default for RankOptions {
+    fn default() -> Self {
+        RankOptions {
+            profile: "hf".into(),
+            tp: 1,
+            rank: 0,
+            pp: 1,
+            stage_layers: Vec::new(),
+            stage: None,
+            expert_parallel: false,
+            moe_pad: None,
+            set: None,
+            weights: WeightOptions::default(),
+        }
+    }
+}
+
+/// An open GGUF. A clone shares it.
+#[derive(Clone)]
+pub struct Source(Arc<GgufSet>);
+
+impl Source {
+    /// Opens a GGUF file, any part of a split one, or a folder that holds one.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`GgufSet::open`], and [`Error::Unsupported`](crate::Error::Unsupported) for a file that is no model.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let set = GgufSet::open(path)?;
+        set.refuse_nonmodel()?;
+        Ok(Source(Arc::new(set)))
+    }
+
+    /// The set of files.
+    pub fn set(&self) -> &GgufSet {
+        &self.0
+    }
+
+    /// The weights under their names in the original checkpoint (profile `hf`, one rank), decoded as they are asked for.
+    ///
+    /// # Errors
+    ///
+    /// Those of a plan, before anything is decoded, and [`Error::Layout`](crate::Error::Layout) for a name that there is
+    /// not. Whatever goes wrong later is an item.
+    pub fn weights(&self, options: WeightOptions) -> Result<Weights> {
+        self.rank(RankOptions { weights: options, ..RankOptions::default() })
+    }
+
+    /// One rank's parameters of a layout, decoded as they are asked for.
+    ///
+    /// # Errors
+    ///
+    /// As [`Source::weights`], and [`Error::Layout`](crate::Error::Layout) for a rank or stage beyond the last.
+    pub fn rank(&self, options: RankOptions) -> Result<Weights> {
+        let RankOptions { tp, rank, pp, stage, .. } = options;
+        if rank >= tp {
+            return Err(Fault::new(format!("rank {rank} of {tp}")).expected(format!("a rank below {tp}")).layout());
+        }
+        if let Some(stage) = stage.filter(|stage| *stage >= pp) {
+            let fault = Fault::new(format!("pipeline stage {stage} of {pp}"));
+            return Err(fault.expected(format!("a stage below {pp}")).layout());
+        }
+        let WeightOptions { mapping, dtype, mtp, names, threads, memory, allow_nonfinite } = options.weights;
+        let mapping = match mapping {
+            Some(name) => Mapping::load(&name)?,
+            None => mapping::choose(&self.0)?,
+        };
+        let request = Request {
+            dtype,
+            mtp,
+            tp,
+            pp,
+            stage_layers: options.stage_layers,
+            expert_parallel: options.expert_parallel,
+            moe_pad: options.moe_pad,
+            ..Request::default()
+        };
+        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, &request)?;
+        if let Some(set) = options.set {
+            plan.params.retain(|param| param.set == set);
+        }
+        if let Some(stage) = stage {
+            plan.params.retain(|param| match param.set {
+                Set::Main => param.stage == stage,
+                Set::Draft => true,
+            });
+        }
+        if let Some(names) = names {
+            keep(&mut plan, &names, &self.0)?;
+        }
+        narrow(&mut plan, rank);
+        let engine = engine::Options { ranks: vec![rank], threads, allow_nonfinite, ..engine::Options::default() };
+        Weights::start(Arc::clone(&self.0), plan, rank, engine, memory)
+    }
+}
+
+impl std::fmt::Debug for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Source").field("path", &self.0.path()).finish_non_exhaustive()
+    }
+}
+
+fn keep(plan: &mut Plan, names: &[String], set: &GgufSet) -> Result<()> {
+    let mut unknown: BTreeSet<&str> = names.iter().map(String::as_str).collect();
+    let wanted = unknown.clone();
+    plan.params.retain(|param| {
+        unknown.remove(param.name.as_str());
+        wanted.contains(param.name.as_str())
+    });
+    let Some(first) = unknown.pop_first() else { return Ok(()) };
+    let others: Vec<&str> = unknown.into_iter().collect();
+    let found = match others.as_slice() {
+        [] => "the model has no such parameter in this layout".to_owned(),
+        others => format!("the model has no such parameter in this layout, nor {}", others.join(", ")),
+    };
+    Err(Fault::new(found).file(set.path()).tensor(first).layout())
+}
+
+/// Leaves what `rank` needs of an audited plan.
+fn narrow(plan: &mut Plan, rank: u32) {
+    for param in &mut plan.params {
+        // Decoding two parameters in one pass would keep the later one in memory until its turn.
+        param.joins = None;
+        for (other, slice) in param.slices.iter_mut().enumerate() {
+            if other != rank as usize {
+                // Not decoded anyway, but read ahead.
+                slice.pieces = 0..0;
+            }
+        }
+    }
+    // They list parameters by an index that may have changed.
+    plan.files.clear();
+}

@@ -1,0 +1,325 @@
+//! Parameters decoded ahead of their consumer, in memory of bounded size.
+//!
+//! ```text
+//! engine's workers ─► put: wait until the parameter may begin ─► its buffer ─► complete ─► consumer, in order
+//! ```
+//!
+//! A parameter may begin when it fits the budget beside those that are in memory, or when it is the next to be
+//! delivered. Tiles begin in the plan's order, so the tiles of the next one are with workers that never wait.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use super::buffer::Buffer;
+use crate::dequant::Nonfinite;
+use crate::dtype::Dtype;
+use crate::engine::{self, Engine, Sink};
+use crate::error::{Error, Fault, Result};
+use crate::gguf::GgufSet;
+use crate::mapping::Set;
+use crate::plan::Plan;
+use crate::verify::lock;
+
+/// A parameter that is to come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightSpec {
+    /// Its name.
+    pub name: String,
+    /// The model itself, or the draft model.
+    pub set: Set,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape on the rank, row-major, slowest axis first; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// Its length in bytes.
+    pub bytes: u64,
+}
+
+/// A parameter with its bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loaded {
+    /// Its name.
+    pub name: String,
+    /// The model itself, or the draft model.
+    pub set: Set,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape on the rank, row-major, slowest axis first; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// The elements, row-major and little-endian.
+    pub bytes: Vec<u8>,
+}
+
+/// Parameters in the plan's order, decoded in parallel ahead of the consumer.
+///
+/// After an error, which comes once, there are no more items. Dropping it stops the workers and waits for them, which
+/// takes as long as the tiles that they are at.
+pub struct Weights {
+    shared: Arc<Shared>,
+    runner: Option<JoinHandle<()>>,
+    specs: Arc<[WeightSpec]>,
+    warnings: Vec<String>,
+    next: usize,
+    over: bool,
+    nonfinite: BTreeMap<String, Nonfinite>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    budget: u64,
+}
+
+struct State {
+    slots: Vec<Slot>,
+    /// The parameter that is to be delivered next.
+    next: usize,
+    /// Bytes of parameters that have begun and were not delivered.
+    held: u64,
+    /// Nobody waits for more, or the engine has failed.
+    stopped: bool,
+    /// What the engine gave, once it ended.
+    outcome: Option<Result<BTreeMap<u32, Nonfinite>>>,
+}
+
+enum Slot {
+    /// Nothing of so many bytes has come.
+    Waiting(u64),
+    /// So many bytes have yet to come.
+    Filling(Arc<Buffer>, u64),
+    Complete(Vec<u8>),
+    Delivered,
+}
+
+impl Weights {
+    /// Starts to decode what `plan` holds for `rank`.
+    pub(super) fn start(
+        set: Arc<GgufSet>,
+        plan: Plan,
+        rank: u32,
+        options: engine::Options,
+        memory: u64,
+    ) -> Result<Self> {
+        let specs: Arc<[WeightSpec]> = plan
+            .params
+            .iter()
+            .map(|param| {
+                let slice = &param.slices[rank as usize];
+                WeightSpec {
+                    name: param.name.clone(),
+                    set: param.set,
+                    dtype: param.dtype,
+                    shape: slice.shape.axes().to_vec(),
+                    bytes: plan.slice_bytes(param, slice),
+                }
+            })
+            .collect();
+        let slot = |spec: &WeightSpec| match spec.bytes {
+            0 => Slot::Complete(Vec::new()),
+            bytes => Slot::Waiting(bytes),
+        };
+        let state = State { slots: specs.iter().map(slot).collect(), next: 0, held: 0, stopped: false, outcome: None };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), budget: memory });
+        let warnings = plan.model.warnings.clone();
+        let runner = {
+            let shared = Arc::clone(&shared);
+            let run = move || {
+                let ended = Ended(&shared);
+                let outcome = Engine::new(&plan, &set, options).run(&*shared, &|_| {}).map(|o| o.nonfinite);
+                lock(&shared.state).outcome = Some(outcome);
+                drop(ended);
+            };
+            std::thread::Builder::new().name("ggshard-weights".into()).spawn(run)
+        };
+        let runner = runner.map_err(|e| Fault::new(format!("no thread can be started: {e}")).layout())?;
+        let (next, over, nonfinite) = (0, false, BTreeMap::new());
+        Ok(Weights { shared, runner: Some(runner), specs, warnings, next, over, nonfinite })
+    }
+
+    /// Everything that is delivered from beginning to end, in order.
+    pub fn specs(&self) -> &[WeightSpec] {
+        &self.specs
+    }
+
+    /// Number of parameters that are yet to be delivered, if no error comes.
+    pub fn remaining(&self) -> usize {
+        if self.over { 0 } else { self.specs.len() - self.next }
+    }
+
+    /// Bytes of all parameters.
+    pub fn total_bytes(&self) -> u64 {
+        self.specs.iter().map(|spec| spec.bytes).sum()
+    }
+
+    /// What the user should know, in sentences.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Parameters with values that are not finite, where those are allowed. Empty until the last item was asked for.
+    pub fn nonfinite(&self) -> &BTreeMap<String, Nonfinite> {
+        &self.nonfinite
+    }
+
+    /// Waits for the engine, which has ended or is about to, and gives its error.
+    fn finish(&mut self) -> Option<Error> {
+        self.over = true;
+        self.join();
+        match lock(&self.shared.state).outcome.take() {
+            Some(Ok(found)) => {
+                self.nonfinite = found.into_iter().map(|(p, n)| (self.specs[p as usize].name.clone(), n)).collect();
+                None
+            }
+            Some(Err(error)) => Some(error),
+            None => Some(Fault::new("the decoder ended without a result").audit()),
+        }
+    }
+
+    fn join(&mut self) {
+        if let Some(runner) = self.runner.take() {
+            // A panic was reported by its thread; that there is no outcome makes it an error here.
+            let _ = runner.join();
+        }
+    }
+}
+
+impl Iterator for Weights {
+    type Item = Result<Loaded>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.over {
+            return None;
+        }
+        let Some(spec) = self.specs.get(self.next) else {
+            return self.finish().map(Err);
+        };
+        let taken = {
+            let mut state = lock(&self.shared.state);
+            loop {
+                let slot = &mut state.slots[self.next];
+                if matches!(slot, Slot::Complete(_)) {
+                    break Some(std::mem::replace(slot, Slot::Delivered));
+                }
+                if state.outcome.is_some() || state.stopped {
+                    break None;
+                }
+                state = self.shared.wait(state);
+            }
+        };
+        let bytes = match taken {
+            Some(Slot::Complete(bytes)) => bytes,
+            Some(Slot::Waiting(_) | Slot::Filling(..) | Slot::Delivered) | None => {
+                let (index, count) = (self.next, self.specs.len());
+                let lacking = || Fault::new(format!("parameter {index} of {count} was not completed")).audit();
+                return Some(Err(self.finish().unwrap_or_else(lacking)));
+            }
+        };
+        {
+            let mut state = lock(&self.shared.state);
+            state.held -= spec.bytes;
+            state.next += 1;
+        }
+        self.shared.changed.notify_all();
+        self.next += 1;
+        let WeightSpec { name, set, dtype, shape, .. } = spec.clone();
+        Some(Ok(Loaded { name, set, dtype, shape, bytes }))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        // An error may come at any time, even after the last parameter.
+        (0, (!self.over).then(|| self.remaining() + 1).or(Some(0)))
+    }
+}
+
+impl std::iter::FusedIterator for Weights {}
+
+impl Drop for Weights {
+    fn drop(&mut self) {
+        self.shared.stop();
+        self.join();
+    }
+}
+
+impl std::fmt::Debug for Weights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Weights").field("len", &self.specs.len()).field("next", &self.next).finish_non_exhaustive()
+    }
+}
+
+/// Wakes the consumer when the engine ends, even by a panic.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+impl Shared {
+    fn wait<'a>(&self, state: std::sync::MutexGuard<'a, State>) -> std::sync::MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The buffer of a parameter, as soon as it may begin.
+    fn begin(&self, param: usize) -> Result<Arc<Buffer>> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.stopped {
+                // Never seen: either the consumer is gone or an earlier error is delivered.
+                return Err(Fault::new("decoding was stopped").audit());
+            }
+            match state.slots.get(param) {
+                Some(Slot::Filling(buffer, _)) => return Ok(Arc::clone(buffer)),
+                Some(&Slot::Waiting(bytes)) => {
+                    if param == state.next || state.held.saturating_add(bytes) <= self.budget {
+                        let buffer = Arc::new(Buffer::new(bytes)?);
+                        state.held += bytes;
+                        state.slots[param] = Slot::Filling(Arc::clone(&buffer), bytes);
+                        return Ok(buffer);
+                    }
+                }
+                Some(Slot::Complete(_) | Slot::Delivered) | None => {
+                    return Err(Fault::new(format!("bytes for parameter {param}, which is complete")).audit());
+                }
+            }
+            state = self.wait(state);
+        }
+    }
+
+    /// So many bytes of a parameter have come, and their worker no longer holds the buffer.
+    fn arrived(&self, param: usize, bytes: u64) -> Result<()> {
+        let mut state = lock(&self.state);
+        let wrong = || Fault::new(format!("more bytes for parameter {param} than it has")).audit();
+        let slot = &mut state.slots[param];
+        match slot {
+            Slot::Filling(_, missing) => *missing = missing.checked_sub(bytes).ok_or_else(wrong)?,
+            Slot::Waiting(_) | Slot::Complete(_) | Slot::Delivered => return Err(wrong()),
+        }
+        if matches!(slot, Slot::Filling(_, 0))
+            && let Slot::Filling(buffer, _) = std::mem::replace(slot, Slot::Delivered)
+        {
+            *slot = Slot::Complete(Arc::into_inner(buffer).ok_or_else(wrong)?.into_vec());
+            let next = state.next == param;
+            drop(state);
+            if next {
+                self.changed.notify_all();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Sink for Shared {
+    fn put(&self, param: u32, _ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()> {
+        let buffer = self.begin(param as usize)?;
+        buffer.put(offset, bytes)?;
+        drop(buffer);
+        self.arrived(param as usize, bytes.len() as u64)
+    }
+
+    fn stop(&self) {
+        lock(&self.state).stopped = true;
+        self.changed.notify_all();
+    }
+}
