@@ -20,8 +20,10 @@ from .errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from ._ggshard import Tensor, __version__
+from ._ggshard import Tensor, WeightIterator, __version__
+from .checkpoint import RankCheckpoint, open_rank
 from .jobs import convert, inspect, plan, verify
+from .weights import iter_rank, iter_weights
 
 __all__ = [
     "AuditError",
@@ -35,15 +37,20 @@ __all__ = [
     "NoMappingError",
     "NonfiniteError",
     "OutputError",
+    "RankCheckpoint",
     "RulesError",
     "SplitError",
     "Tensor",
     "TruncatedError",
     "UnknownTensorError",
     "UnsupportedError",
+    "WeightIterator",
     "__version__",
     "convert",
     "inspect",
+    "iter_rank",
+    "iter_weights",
+    "open_rank",
     "plan",
     "verify",
 ]
