@@ -3,8 +3,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Callable, Optional, Union, final
 
-import numpy
-import torch
+import numpy as _numpy
+import torch as _torch
 
 _Path = Union[str, PathLike[str]]
 _Progress = Callable[[int, int], object]
@@ -50,15 +50,15 @@ class Tensor:
         """Bytes of the elements."""
     def tobytes(self) -> bytes:
         """A copy of the bytes, little-endian and row-major."""
-    def numpy(self) -> numpy.ndarray[Any, Any]:
+    def numpy(self) -> _numpy.ndarray[Any, Any]:
         """A read-only NumPy array over the bytes.
 
         Types that NumPy lacks are those of ``ml_dtypes``; without that package they come as unsigned integers of their
         size, and ``dtype`` says what they are.
         """
-    def torch(self) -> torch.Tensor:
+    def torch(self) -> _torch.Tensor:
         """A PyTorch tensor over the bytes. PyTorch knows no read-only tensors: writing to it is not allowed."""
-    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> numpy.ndarray[Any, Any]: ...
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> _numpy.ndarray[Any, Any]: ...
     def __dlpack__(
         self,
         *,

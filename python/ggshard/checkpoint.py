@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ._ggshard import Rank, Tensor
 from .jobs import Path
 
 if TYPE_CHECKING:
-    import numpy
+    import numpy as _numpy
 
 
 class RankCheckpoint(Rank):
@@ -22,7 +22,7 @@ class RankCheckpoint(Rank):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
-    def numpy(self, name: str) -> "numpy.ndarray":
+    def numpy(self, name: str) -> "_numpy.ndarray[Any, Any]":
         """The tensor as a read-only NumPy array, without a copy. See :meth:`Tensor.numpy`."""
         return self[name].numpy()
 

@@ -1,7 +1,7 @@
 """Why ggshard stopped: one class per kind of failure, each of which says where, what was found and what to do."""
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 
 class GgshardError(Exception):
@@ -45,7 +45,7 @@ class GgshardError(Exception):
     def __str__(self) -> str:
         return str(self.args[0])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries: serving stacks start one process per rank.
         parts = (self.file, self.tensor, self.key, self.offset, self.found, self.expected, self.remedy)
         return type(self), (self.args[0], *parts), {"errno": self.errno} if isinstance(self, OSError) else None

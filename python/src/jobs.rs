@@ -102,6 +102,9 @@ pub fn convert(
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'_, PyAny>> {
     let request = choices.request()?;
+    if ranks.as_ref().is_some_and(Vec::is_empty) {
+        return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
+    }
     let ranks = ranks.unwrap_or_default();
     let report = watch::run(py, progress, Interrupted::Awaited, move |meter| {
         let planned = conversion::plan(&src, &request, false)?;

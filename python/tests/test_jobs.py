@@ -61,7 +61,7 @@ def test_verify_finds_nothing_then_a_flipped_byte(tmp_path):
 
 
 def test_arguments_that_make_no_sense_are_value_errors(tmp_path):
-    for wrong in ({"dtype": "bf17"}, {"mtp": "maybe"}, {"tp": 0}, {"pp": 0}):
+    for wrong in ({"dtype": "bf17"}, {"mtp": "maybe"}, {"tp": 0}, {"pp": 0}, {"ranks": []}):
         with pytest.raises(ValueError, match="expected|at least"):
             ggshard.convert(GLM, tmp_path / "out", **{"tp": 1, **wrong})
     with pytest.raises(ValueError, match="max_rms"):
