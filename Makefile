@@ -1,4 +1,5 @@
-# make test         everything that must hold: format, lints, Rust tests, Python tests, documentation
+# make test         everything that must hold: format, lints, Rust tests, Python tests, the Python package, documentation
+# make test-package the Python package alone: built as a wheel, installed and tested
 # make build        the optimized program, target/release/ggshard
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
@@ -15,7 +16,7 @@ TORCH  := .venv-transformers
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-docs test-transformers example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package test-docs test-transformers example clean
 .NOTPARALLEL:
 
 help:
@@ -24,7 +25,7 @@ help:
 build:
 	$(CARGO) build --locked --release
 
-test: test-format test-lints test-rust test-python test-docs
+test: test-format test-lints test-rust test-python test-package test-docs
 	@echo "make test: all passed"
 
 test-format:
@@ -41,6 +42,14 @@ test-rust:
 test-python: $(VENV)/.installed
 	$(CARGO) test --locked --no-run --quiet
 	GGSHARD_BIN=$(TARGET)/debug/ggshard $(VENV)/bin/python -B -m pytest tests/python --basetemp=$(TARGET)/pytest
+
+# The Python package, as a wheel that is installed: its own workspace, so that nothing above needs Python's headers or pyo3.
+test-package: $(VENV)/.installed
+	$(CARGO) fmt --manifest-path python/Cargo.toml --check
+	CARGO_TARGET_DIR=$(TARGET)/python $(CARGO) clippy --locked --manifest-path python/Cargo.toml --all-targets -- -D warnings
+	CARGO_TARGET_DIR=$(TARGET)/python $(VENV)/bin/maturin build --quiet --locked --manifest-path python/Cargo.toml --interpreter $(VENV)/bin/python --out $(TARGET)/wheels
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET)/wheels/ggshard-*.whl
+	$(VENV)/bin/python -B -m pytest python/tests --basetemp=$(TARGET)/pytest-package
 
 test-docs:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps

@@ -155,9 +155,9 @@ pub fn convert(
     let folder = OutputFolder::create(output)?;
     let writer = Writer::new(plan, &folder, &ranks, &metadata(env!("CARGO_PKG_VERSION")))?;
     let output_bytes = writer.total_bytes();
-    let allow_nonfinite = options.allow_nonfinite;
-    let outcome = Engine::new(plan, set, options).run(&writer, progress)?;
+    let outcome = Engine::new(plan, set, options.clone()).run(&writer, progress)?;
     let files = writer.finish()?;
+    options.check_cancel()?;
     let mut others = extras.files.clone();
     others.extend(index(plan, &files)?);
     let warnings: Vec<String> = plan.model.warnings.iter().chain(&extras.notes).cloned().collect();
@@ -181,7 +181,7 @@ pub fn convert(
             mtp: plan.policy.mtp.name().into(),
             part_size: plan.policy.part_size,
             moe_pad: plan.policy.moe_pad,
-            allow_nonfinite,
+            allow_nonfinite: options.allow_nonfinite,
         },
         warnings: warnings.clone(),
         ignored: ignored(plan),

@@ -64,6 +64,9 @@ pub enum Error {
     /// A written checkpoint (manifest, safetensors file, index, digest) is not what it claims to be.
     #[error("{0}")]
     Checkpoint(Box<Fault>),
+    /// Whoever asked for the work asked for its end before it was done.
+    #[error("{0}")]
+    Cancelled(Box<Fault>),
 }
 
 impl Error {
@@ -90,7 +93,8 @@ impl Error {
             | Error::Audit(fault)
             | Error::Nonfinite(fault)
             | Error::Output(fault)
-            | Error::Checkpoint(fault) => fault,
+            | Error::Checkpoint(fault)
+            | Error::Cancelled(fault) => fault,
         }
     }
 }
@@ -132,6 +136,8 @@ constructors! {
     output => Output;
     /// As [`Error::Checkpoint`].
     checkpoint => Checkpoint;
+    /// As [`Error::Cancelled`].
+    cancelled => Cancelled;
 }
 
 /// Where something went wrong, what was found and expected, and what to do.

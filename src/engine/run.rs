@@ -30,6 +30,18 @@ pub struct Options {
     pub track_reads: bool,
     /// The best instruction set that may be used.
     pub simd: Simd,
+    /// Set by whoever wants the work to stop: it ends with [`Error::Cancelled`] within a tile per worker.
+    pub cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Options {
+    /// Refuses to go on once [`Options::cancel`] is set.
+    pub(crate) fn check_cancel(&self) -> Result<()> {
+        match &self.cancel {
+            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for Options {
@@ -42,6 +54,7 @@ impl Default for Options {
             allow_nonfinite: false,
             track_reads: false,
             simd: Simd::detect(),
+            cancel: None,
         }
     }
 }
@@ -116,7 +129,7 @@ impl<'a> Engine<'a> {
             n => n,
         };
         std::thread::scope(|scope| {
-            let work = || shared.work(&context, progress);
+            let work = || shared.work(&context, &self.options, progress);
             for _ in 1..threads {
                 // A worker that cannot be started is one fewer, and so are those after it; this thread does the rest.
                 if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
@@ -156,13 +169,14 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    fn work(&self, context: &Context<'_>, progress: &(dyn Fn(u64) + Sync)) {
+    fn work(&self, context: &Context<'_>, options: &Options, progress: &(dyn Fn(u64) + Sync)) {
         let _guard = StopOnPanic { stop: &self.stop, sink: context.sink };
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             let next = self.queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((job, tile)) = next else { return };
-            match context.execute(&job, &tile, &mut scratch) {
+            let done = options.check_cancel().and_then(|()| context.execute(&job, &tile, &mut scratch));
+            match done {
                 Ok(bytes) => progress(bytes),
                 Err(error) => {
                     self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

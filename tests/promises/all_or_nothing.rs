@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -112,6 +113,18 @@ fn a_panic_half_way_leaves_nothing() {
     let planned = toy();
     catch_unwind(AssertUnwindSafe(|| convert(&planned, &output, slowly(), &Extras::default(), &explode)))
         .expect_err("it panics");
+    assert!(!temp.path().join("a").exists());
+}
+
+#[test]
+fn a_stop_half_way_leaves_nothing() {
+    let temp = tempfile::tempdir().unwrap();
+    let output = temp.path().join("a/b/out");
+    let cancel = Arc::new(AtomicBool::new(false));
+    let options = Options { cancel: Some(cancel.clone()), ..slowly() };
+    let stop = |_| cancel.store(true, Ordering::Relaxed);
+    let error = convert(&toy(), &output, options, &Extras::default(), &stop).expect_err("it is stopped");
+    assert!(matches!(error, Error::Cancelled(_)), "{error}");
     assert!(!temp.path().join("a").exists());
 }
 

@@ -1,0 +1,130 @@
+"""The program's commands as functions. Each gives the dictionary that the command prints with ``--json``."""
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, Optional, Sequence, Union
+
+from . import _ggshard
+
+Path = Union[str, "os.PathLike[str]"]
+Progress = Callable[[int, int], object]
+"""Called with the bytes done and the bytes to do, at most about ten times a second, by the thread that called. What it
+raises ends the work; the last call, with two equal numbers, comes when everything is done."""
+
+
+def inspect(src: Path) -> dict[str, Any]:
+    """What a GGUF (a file, any part of a split set, or a folder with one set) holds."""
+    return _ggshard.inspect(src)
+
+
+def plan(
+    src: Path,
+    *,
+    tp: int,
+    profile: str = "hf",
+    mapping: Optional[str] = None,
+    dtype: str = "bf16",
+    mtp: str = "keep",
+    ep: bool = False,
+    pp: int = 1,
+    pp_layers: Optional[Sequence[int]] = None,
+    moe_pad: Optional[int] = None,
+    part_size: Optional[int] = None,
+    header_only: bool = False,
+) -> dict[str, Any]:
+    """What :func:`convert` would write: bytes per rank, types, replication, every parameter. Reads no tensor data.
+
+    With ``header_only`` the source is a header whose tensor data is not there.
+    """
+    return _ggshard.plan(src, _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size), header_only)
+
+
+def convert(
+    src: Path,
+    out: Path,
+    *,
+    tp: int,
+    profile: str = "hf",
+    mapping: Optional[str] = None,
+    dtype: str = "bf16",
+    mtp: str = "keep",
+    ep: bool = False,
+    pp: int = 1,
+    pp_layers: Optional[Sequence[int]] = None,
+    moe_pad: Optional[int] = None,
+    part_size: Optional[int] = None,
+    ranks: Optional[Sequence[int]] = None,
+    threads: int = 0,
+    config: Optional[Path] = None,
+    allow_nonfinite: bool = False,
+    progress: Optional[Progress] = None,
+) -> dict[str, Any]:
+    """Writes the files of all ranks, or of ``ranks``, into the folder ``out``, which is created or must be empty.
+
+    :param tp: number of tensor-parallel ranks
+    :param profile: the layout: a built-in profile or a TOML file
+    :param mapping: the names: a built-in mapping or a TOML file; by default the one that fits the file
+    :param dtype: ``"bf16"``, ``"f16"`` or ``"f32"``: output type of weights that are not pinned to another
+    :param mtp: ``"keep"``, ``"drop"`` or ``"only"``: what becomes of multi-token-prediction blocks
+    :param ep: ranks hold whole experts instead of a slice of every expert
+    :param pp: number of pipeline stages; ``pp_layers`` gives the blocks of each instead
+    :param moe_pad: pad each rank's rows of an expert to a multiple of this
+    :param part_size: begin a new file at this many bytes
+    :param threads: number of threads; 0 for one per CPU
+    :param config: the model's ``config.json``, or a folder that holds it and tokenizer files
+    :param allow_nonfinite: let NaN, infinite and overflowing values through; they are counted
+    :param progress: told how far it is
+
+    All or nothing: on any error, on Ctrl-C, and when ``progress`` raises before everything is done, nothing remains in
+    ``out``.
+    """
+    choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, progress)
+
+
+def verify(
+    dir: Path,
+    *,
+    source: Optional[Path] = None,
+    reference: Optional[Path] = None,
+    rank: Optional[int] = None,
+    max_rms: float = 0.0,
+    threads: int = 0,
+    progress: Optional[Progress] = None,
+) -> dict[str, Any]:
+    """Checks a folder that ggshard wrote. Differences are in ``["findings"]``, the verdict in ``["ok"]``.
+
+    :param source: recompute every tensor from this GGUF and compare every byte
+    :param reference: an original Hugging Face checkpoint of the same model to compare values with
+    :param rank: check only what this rank loads
+    :param max_rms: the largest relative RMS difference from the reference that passes
+
+    On Ctrl-C it raises at once; the threads that read and hash end with the check or the process.
+    """
+    return _ggshard.verify(dir, source, reference, rank, max_rms, threads, progress)
+
+
+def _choices(
+    tp: int,
+    profile: str,
+    mapping: Optional[str],
+    dtype: str,
+    mtp: str,
+    ep: bool,
+    pp: int,
+    pp_layers: Optional[Sequence[int]],
+    moe_pad: Optional[int],
+    part_size: Optional[int],
+) -> dict[str, Any]:
+    return {
+        "tp": tp,
+        "profile": profile,
+        "mapping": mapping,
+        "dtype": dtype,
+        "mtp": mtp,
+        "ep": ep,
+        "pp": pp,
+        "pp_layers": pp_layers,
+        "moe_pad": moe_pad,
+        "part_size": part_size,
+    }

@@ -1,0 +1,92 @@
+"""Weights decoded from a GGUF on the fly, without a folder in between."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from . import _ggshard
+from ._ggshard import WeightIterator
+from .jobs import Path
+
+MEMORY = 1 << 30
+"""Bytes that are decoded ahead of the consumer, unless another number is asked for."""
+
+
+def iter_weights(
+    src: Path,
+    *,
+    dtype: str = "bf16",
+    mapping: Optional[str] = None,
+    mtp: str = "keep",
+    names: Optional[Sequence[str]] = None,
+    threads: int = 0,
+    memory: int = MEMORY,
+    allow_nonfinite: bool = False,
+) -> WeightIterator:
+    """Pairs of name and :class:`Tensor`: the weights of the original (Hugging Face) checkpoint, in a fixed order.
+
+    They are decoded by other threads, ahead of the consumer by at most ``memory`` bytes (and one tensor). Whoever stops
+    half-way drops the iterator or calls its ``close()``.
+
+    :param names: only these weights
+    """
+    return _ggshard.iter_weights(src, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite))
+
+
+def iter_rank(
+    src: Path,
+    *,
+    tp: int,
+    rank: int,
+    profile: str = "hf",
+    ep: bool = False,
+    pp: int = 1,
+    pp_layers: Optional[Sequence[int]] = None,
+    stage: Optional[int] = None,
+    moe_pad: Optional[int] = None,
+    set: Optional[str] = None,
+    dtype: str = "bf16",
+    mapping: Optional[str] = None,
+    mtp: str = "keep",
+    names: Optional[Sequence[str]] = None,
+    threads: int = 0,
+    memory: int = MEMORY,
+    allow_nonfinite: bool = False,
+) -> WeightIterator:
+    """As :func:`iter_weights`, for the parameters that one rank holds under a profile: what ``convert`` would write.
+
+    :param set: ``"main"`` or ``"draft"``; by default both
+    :param stage: the pipeline stage; by default all of them
+    """
+    layout = {
+        "profile": profile,
+        "tp": tp,
+        "rank": rank,
+        "ep": ep,
+        "pp": pp,
+        "pp_layers": pp_layers,
+        "stage": stage,
+        "moe_pad": moe_pad,
+        "set": set,
+    }
+    return _ggshard.iter_rank(src, layout, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite))
+
+
+def _choices(
+    dtype: str,
+    mapping: Optional[str],
+    mtp: str,
+    names: Optional[Sequence[str]],
+    threads: int,
+    memory: int,
+    allow_nonfinite: bool,
+) -> dict[str, Any]:
+    return {
+        "mapping": mapping,
+        "dtype": dtype,
+        "mtp": mtp,
+        "names": names,
+        "threads": threads,
+        "memory": memory,
+        "allow_nonfinite": allow_nonfinite,
+    }

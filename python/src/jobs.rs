@@ -1,0 +1,156 @@
+//! The program's commands as functions.
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+use ggshard::convert::{self as conversion, Request};
+use ggshard::dequant::FloatType;
+use ggshard::engine;
+use ggshard::gguf::{Description, GgufSet};
+use ggshard::mapping::MtpPolicy;
+use ggshard::verify::{self as verification, Against, Reference, Step};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::errors::raise;
+use crate::json::to_dict;
+use crate::watch::{self, Interrupted};
+
+/// The output type of that name.
+pub fn float_type(name: &str) -> PyResult<FloatType> {
+    match name.to_ascii_lowercase().as_str() {
+        "bf16" => Ok(FloatType::BF16),
+        "f16" => Ok(FloatType::F16),
+        "f32" => Ok(FloatType::F32),
+        _ => Err(PyValueError::new_err(format!("dtype is '{name}'; expected 'bf16', 'f16' or 'f32'"))),
+    }
+}
+
+/// The policy of that name.
+pub fn mtp_policy(name: &str) -> PyResult<MtpPolicy> {
+    let all = [MtpPolicy::Keep, MtpPolicy::Drop, MtpPolicy::Only];
+    let found = all.into_iter().find(|policy| policy.name() == name);
+    found.ok_or_else(|| PyValueError::new_err(format!("mtp is '{name}'; expected 'keep', 'drop' or 'only'")))
+}
+
+/// What every planning function is asked for, by keyword.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Choices {
+    tp: u32,
+    profile: String,
+    mapping: Option<String>,
+    dtype: String,
+    mtp: String,
+    ep: bool,
+    pp: u32,
+    pp_layers: Option<Vec<u64>>,
+    moe_pad: Option<u64>,
+    part_size: Option<u64>,
+}
+
+impl Choices {
+    /// The request of the library.
+    pub fn request(self) -> PyResult<Request> {
+        if self.tp == 0 || self.pp == 0 {
+            return Err(PyValueError::new_err("tp and pp are at least 1"));
+        }
+        let stage_layers = self.pp_layers.unwrap_or_default();
+        Ok(Request {
+            mapping: self.mapping,
+            profile: self.profile,
+            tp: self.tp,
+            dtype: float_type(&self.dtype)?,
+            mtp: mtp_policy(&self.mtp)?,
+            part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
+            pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },
+            stage_layers,
+            expert_parallel: self.ep,
+            moe_pad: self.moe_pad,
+        })
+    }
+}
+
+/// What a GGUF holds.
+#[pyfunction]
+pub fn inspect(py: Python<'_>, src: PathBuf) -> PyResult<Bound<'_, PyAny>> {
+    let set = py.detach(|| GgufSet::open(&src)).map_err(raise)?;
+    to_dict(py, &Description::from_set(&set))
+}
+
+/// What a conversion would write.
+#[pyfunction]
+pub fn plan(py: Python<'_>, src: PathBuf, choices: Choices, header_only: bool) -> PyResult<Bound<'_, PyAny>> {
+    let request = choices.request()?;
+    let planned = py.detach(|| conversion::plan(&src, &request, header_only)).map_err(raise)?;
+    to_dict(py, &planned.plan.summary(&planned.mapping.chosen, true))
+}
+
+/// Writes a checkpoint.
+#[pyfunction]
+#[pyo3(signature = (src, out, choices, ranks, threads, config, allow_nonfinite, progress))]
+#[expect(clippy::too_many_arguments, reason = "each is a keyword of the Python function")]
+pub fn convert(
+    py: Python<'_>,
+    src: PathBuf,
+    out: PathBuf,
+    choices: Choices,
+    ranks: Option<Vec<u32>>,
+    threads: usize,
+    config: Option<PathBuf>,
+    allow_nonfinite: bool,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'_, PyAny>> {
+    let request = choices.request()?;
+    if ranks.as_ref().is_some_and(Vec::is_empty) {
+        return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
+    }
+    let ranks = ranks.unwrap_or_default();
+    let report = watch::run(py, progress, Interrupted::Awaited, move |meter| {
+        let planned = conversion::plan(&src, &request, false)?;
+        let extras = conversion::extras(&planned, config.as_deref())?;
+        let wanted = planned.plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank));
+        meter.total.store(wanted.map(|f| f.data_bytes).sum(), Ordering::Relaxed);
+        let cancel = Some(meter.cancel.clone());
+        let options = engine::Options { ranks, threads, allow_nonfinite, cancel, ..engine::Options::default() };
+        let progress = |bytes| {
+            meter.done.fetch_add(bytes, Ordering::Relaxed);
+        };
+        conversion::convert(&planned, &out, options, &extras, &progress)
+    })?;
+    to_dict(py, &report)
+}
+
+/// Checks a checkpoint.
+#[pyfunction]
+#[pyo3(signature = (dir, source, reference, rank, max_rms, threads, progress))]
+#[expect(clippy::too_many_arguments, reason = "each is a keyword of the Python function")]
+pub fn verify(
+    py: Python<'_>,
+    dir: PathBuf,
+    source: Option<PathBuf>,
+    reference: Option<PathBuf>,
+    rank: Option<u32>,
+    max_rms: f64,
+    threads: usize,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'_, PyAny>> {
+    if !(max_rms.is_finite() && max_rms >= 0.0) {
+        return Err(PyValueError::new_err(format!("max_rms is {max_rms}; expected a number from 0 up")));
+    }
+    let report = watch::run(py, progress, Interrupted::Abandoned, move |meter| {
+        let reference = reference.as_deref().map(|folder| Reference { folder, max_rms });
+        let against = Against { source: source.as_deref(), reference };
+        verification::verify_against(&dir, verification::Options { rank, threads }, against, &|step| match step {
+            Step::Begin { bytes, .. } => {
+                meter.total.fetch_add(bytes, Ordering::Relaxed);
+            }
+            Step::Bytes(bytes) => {
+                meter.done.fetch_add(bytes, Ordering::Relaxed);
+            }
+        })
+    })?;
+    let verdict = to_dict(py, &report)?;
+    verdict.set_item("ok", report.ok())?;
+    Ok(verdict)
+}
