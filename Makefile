@@ -3,6 +3,7 @@
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
 # make test-vllm    tokens of a real vLLM from converted folders; downloads several GB, and needs GGSHARD_CORPUS for most of it
+# make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
 # GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
@@ -18,7 +19,7 @@ VLLM   := .venv-vllm
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-docs test-transformers test-vllm example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-docs test-transformers test-vllm test-browser example clean
 .NOTPARALLEL:
 
 help:
@@ -55,6 +56,10 @@ test-transformers: build $(TORCH)/.installed
 test-vllm: $(if $(GGSHARD),,build) $(VLLM)/.installed
 	mkdir -p $(TARGET)
 	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(VLLM)/bin/python -B -m pytest tests/vllm -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-vllm
+
+test-browser:
+	$(CARGO) build --locked
+	$(PYTHON) -B tests/browser/check.py $(TARGET)/debug/ggshard
 
 example: build
 	rm -rf $(EXAMPLE_FOLDER)
