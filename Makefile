@@ -3,20 +3,24 @@
 # make build        the optimized program, target/release/ggshard
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
+# make test-vllm    tokens of a real vLLM from converted folders; downloads several GB, and needs GGSHARD_CORPUS for most of it
+# make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
 # GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
+# GGSHARD=PROGRAM has test-vllm use a program that is built already.
 
 CARGO  ?= cargo
 PYTHON ?= python3
 TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
 VENV   := .venv
 TORCH  := .venv-transformers
+VLLM   := .venv-vllm
 
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package test-docs test-transformers example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package test-docs test-transformers test-vllm test-browser example clean
 .NOTPARALLEL:
 
 help:
@@ -57,6 +61,15 @@ test-docs:
 test-transformers: build $(TORCH)/.installed
 	GGSHARD_BIN=$(TARGET)/release/ggshard $(TORCH)/bin/python -B -m pytest tests/transformers -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-transformers
 
+# Engines take both their time and the machine's: one after the other, and politely.
+test-vllm: $(if $(GGSHARD),,build) $(VLLM)/.installed
+	mkdir -p $(TARGET)
+	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(VLLM)/bin/python -B -m pytest tests/vllm -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-vllm
+
+test-browser:
+	$(CARGO) build --locked
+	$(PYTHON) -B tests/browser/check.py $(TARGET)/debug/ggshard
+
 example: build
 	rm -rf $(EXAMPLE_FOLDER)
 	$(TARGET)/release/ggshard convert $(EXAMPLE_MODEL) $(EXAMPLE_FOLDER) --tp 2
@@ -71,6 +84,14 @@ $(VENV)/.installed $(TORCH)/.installed:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
+# pip cannot replace what a package asks for; uv can.
+$(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --requirement $< --override tests/vllm/overrides.txt
+	touch $@
+
 clean:
 	$(CARGO) clean
-	rm -rf $(VENV) $(TORCH)
+	rm -rf $(VENV) $(TORCH) $(VLLM)
