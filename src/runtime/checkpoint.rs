@@ -88,13 +88,14 @@ impl RankCheckpoint {
     /// # Errors
     ///
     /// Those of [`Manifest::read`]; [`Error::Checkpoint`](crate::Error::Checkpoint) when the rank, stage or set is not
-    /// in the folder, or when a file is not what the manifest says: every difference is named;
+    /// in the folder, or when a file is not what the manifest says: every difference is named in
+    /// the [`Fault`], of which the message shows the beginning;
     /// [`Error::Io`](crate::Error::Io) when a file cannot be mapped.
     pub fn open(dir: impl AsRef<Path>, rank: u32, options: OpenOptions) -> Result<Self> {
         let dir = dir.as_ref();
         let manifest = Manifest::read(dir)?;
-        let path = dir.join(filename::MANIFEST);
-        let files = choose(&manifest, rank, options).map_err(|fault| fault.file(&path).checkpoint())?;
+        let files =
+            choose(&manifest, rank, options).map_err(|fault| fault.file(dir.join(filename::MANIFEST)).checkpoint())?;
         let depth = match options.verify {
             Verify::No => Depth::Headers,
             Verify::Full => Depth::Contents,
@@ -321,34 +322,37 @@ fn folder_of(set: Set) -> &'static str {
 }
 
 /// The files of a rank, set and stage, if the manifest gives them every parameter that they must hold, once.
-fn choose(manifest: &Manifest, rank: u32, options: OpenOptions) -> Result<Vec<&FileEntry>, Fault> {
+fn choose(manifest: &Manifest, rank: u32, options: OpenOptions) -> Result<Vec<&FileEntry>, Box<Fault>> {
     let topology = &manifest.topology;
     if topology.ranks.binary_search(&rank).is_err() {
-        return Err(Fault::new(format!("rank {rank} is not in this folder"))
+        let fault = Fault::new(format!("rank {rank} is not in this folder"))
             .expected(format!("one of {:?}, of {} ranks", topology.ranks, topology.tp))
-            .remedy("Convert this rank as well, or open the folder that holds it"));
+            .remedy("Convert this rank as well, or open the folder that holds it");
+        return Err(fault.into());
     }
     if let Some(stage) = options.stage.filter(|stage| *stage >= topology.pp) {
-        return Err(Fault::new(format!("pipeline stage {stage} is not in this folder"))
+        let fault = Fault::new(format!("pipeline stage {stage} is not in this folder"))
             .expected(format!("a stage below {}", topology.pp))
-            .remedy("Convert with as many stages as the stack has, by --pp"));
+            .remedy("Convert with as many stages as the stack has, by --pp");
+        return Err(fault.into());
     }
     let folder = folder_of(options.set);
     let held: Vec<&FileEntry> = manifest.files_of(rank).filter(|f| filename::folder(&f.name) == folder).collect();
     if held.is_empty() {
-        return Err(match options.set {
+        let fault = match options.set {
             Set::Main => Fault::new(format!("no file of the model itself for rank {rank}"))
                 .remedy("The folder may hold nothing but a draft model: open that set"),
             Set::Draft => Fault::new(format!("no draft model ('{DRAFT_FOLDER}/') for rank {rank}"))
                 .remedy("Choose a source with MTP blocks and a profile that makes a draft model of them"),
-        });
+        };
+        return Err(fault.into());
     }
     // Every stage counts here: what another stage holds is not missing, and what two hold is one too many.
     let mut seen = HashSet::new();
     for file in &held {
         if let Some(twice) = file.tensors.iter().find(|t| !seen.insert(t.name.as_str())) {
             let found = format!("'{}' holds this tensor once more for rank {rank}", file.name);
-            return Err(Fault::new(found).tensor(&twice.name).key("files"));
+            return Err(Fault::new(found).tensor(&twice.name).key("files").into());
         }
     }
     let missing = |p: &&manifest::Parameter| p.set == folder && !seen.contains(p.name.as_str());
@@ -358,7 +362,7 @@ fn choose(manifest: &Manifest, rank: u32, options: OpenOptions) -> Result<Vec<&F
             [] => format!("no file of rank {rank} holds this parameter"),
             others => format!("no file of rank {rank} holds this parameter, nor {}", others.join(", ")),
         });
-        return Err(fault.tensor(*first).key("parameters").remedy("Convert again"));
+        return Err(fault.tensor(*first).key("parameters").remedy("Convert again").into());
     }
     let wanted = |file: &&FileEntry| match (options.stage, file.stage) {
         (Some(wanted), Some(stage)) => wanted == stage,
@@ -366,7 +370,11 @@ fn choose(manifest: &Manifest, rank: u32, options: OpenOptions) -> Result<Vec<&F
     };
     let files: Vec<&FileEntry> = held.into_iter().filter(wanted).collect();
     if files.iter().all(|file| file.tensors.is_empty()) {
-        return Err(Fault::new(format!("no tensors for rank {rank} and stage {:?}", options.stage)).key("files"));
+        let found = match options.stage {
+            Some(stage) => format!("no tensors for rank {rank} in pipeline stage {stage}"),
+            None => format!("no tensors for rank {rank}"),
+        };
+        return Err(Fault::new(found).key("files").into());
     }
     Ok(files)
 }
