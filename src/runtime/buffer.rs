@@ -91,3 +91,40 @@ impl Drop for Buffer {
         drop(unsafe { self.take() });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_fill_a_buffer_across_stripes() {
+        let len = 2 * STRIPE + 12_345;
+        let expected: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
+        let buffer = Buffer::new(len as u64).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (buffer, expected) = (&buffer, &expected);
+                scope.spawn(move || {
+                    // Every range comes from two threads, which is as harmless as it is wrong.
+                    for (i, chunk) in expected.chunks(300_001).enumerate().filter(|(i, _)| i % 2 == thread % 2) {
+                        buffer.put(i as u64 * 300_001, chunk).unwrap();
+                    }
+                });
+            }
+        });
+        assert!(buffer.into_vec() == expected);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() {
+        let buffer = Buffer::new(10).unwrap();
+        for (offset, bytes) in [(1, &[0; 10][..]), (11, &[]), (u64::MAX, &[0; 2])] {
+            assert!(buffer.put(offset, bytes).is_err(), "{offset}");
+        }
+        buffer.put(8, &[1, 2]).unwrap();
+        assert_eq!(buffer.into_vec(), [0, 0, 0, 0, 0, 0, 0, 0, 1, 2]);
+        Buffer::new(0).unwrap().put(0, &[]).unwrap();
+        assert!(Buffer::new(0).unwrap().into_vec().is_empty());
+        assert!(Buffer::new(u64::MAX).is_err() && Buffer::new(i64::MAX as u64).is_err());
+    }
+}
