@@ -5,6 +5,7 @@ pub mod config;
 pub mod expr;
 mod facts;
 pub mod layout;
+mod layout_rules;
 mod leftovers;
 mod library;
 mod lint;

@@ -1,0 +1,165 @@
+//! Layouts as they are written: TOML tables of a profile, checked when they are read. The language is documented for authors
+//! in `docs/serving.md`.
+
+use serde::Deserialize;
+
+use super::pattern::Pattern;
+use super::rules::{ExprText, PinnedDtype};
+
+/// The prefix of a block in the HF checkpoint, and so of `{block}` in a weight's name.
+pub(crate) const WEIGHT_BLOCK: &str = "model.layers.{layer}.";
+/// Longest chain of `extends` among the layouts of a profile.
+const DEEPEST: usize = 8;
+
+/// A layout as it is written.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayoutRules {
+    /// Its name, for `extends`.
+    pub name: String,
+    /// The model classes that it is for; `*` for all.
+    #[serde(default)]
+    pub classes: Vec<String>,
+    /// The layout of this profile that it starts from.
+    #[serde(default)]
+    pub extends: Option<String>,
+    /// Every weight is a parameter of its own name (the `hf` profile); there are no other rules.
+    #[serde(default)]
+    pub verbatim: bool,
+    /// Weights that are parameters of their own name.
+    #[serde(default)]
+    pub keep: Vec<String>,
+    /// Parameters made of weights.
+    #[serde(default, rename = "param")]
+    pub params: Vec<ParamRule>,
+    /// Parameters of constant values.
+    #[serde(default, rename = "constant")]
+    pub constants: Vec<ConstantRule>,
+    /// The constants of the layout it starts from do not apply.
+    #[serde(default)]
+    pub without_constants: bool,
+    /// Parameters that stand in for an absent weight.
+    #[serde(default)]
+    pub tied: Vec<TiedRule>,
+    /// The draft model's own set of files.
+    #[serde(default)]
+    pub draft: Option<DraftRules>,
+    /// Why MTP blocks are left out, for stacks without a draft layout.
+    #[serde(default)]
+    pub no_draft: Option<String>,
+}
+
+/// A parameter made of one or more weights, joined along their rows in the order of `parts`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParamRule {
+    /// Its name.
+    pub name: String,
+    /// Condition; `has('weight')`, `tp` and `pp` may be asked.
+    #[serde(default)]
+    pub when: Option<ExprText>,
+    /// The loop variable whose rounds are stacked along a new axis in front.
+    #[serde(default)]
+    pub stack: Option<String>,
+    /// The weights, all of which must be there.
+    pub parts: Vec<String>,
+    /// A dtype that does not follow the output policy.
+    #[serde(default)]
+    pub dtype: Option<PinnedDtype>,
+}
+
+/// Scalars that the stack wants in the file.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConstantRule {
+    /// Their names.
+    pub names: Vec<String>,
+    /// The weight that they follow; there are as many.
+    pub after: String,
+    /// The value, as f32.
+    pub value: f32,
+}
+
+/// A parameter that is a further copy of a weight where another weight is absent.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TiedRule {
+    /// Its name.
+    pub name: String,
+    /// The weight that it is.
+    pub of: String,
+    /// The weight whose presence makes it unnecessary.
+    pub unless: String,
+    /// The pipeline stage that holds it.
+    pub stage: EndStage,
+}
+
+/// The first or the last pipeline stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EndStage {
+    /// Before the first block.
+    First,
+    /// After the last block.
+    Last,
+}
+
+/// The draft model: a set of files of its own.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DraftRules {
+    /// What `{block}` stands for in the names of its parameters.
+    pub block: String,
+    /// Its parameters outside the block.
+    #[serde(rename = "param")]
+    pub params: Vec<DraftRule>,
+}
+
+/// A parameter of the draft model.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DraftRule {
+    /// Its name.
+    pub name: String,
+    /// The weight that it is: the first that the model has.
+    pub from: Vec<String>,
+}
+
+impl LayoutRules {
+    /// Names and conditions that no model could ever make sense of.
+    pub(super) fn check_names(&self) -> Result<(), String> {
+        let whens = self.params.iter().filter_map(|p| p.when.as_ref());
+        for when in whens {
+            if let Some(unknown) = when.0.names().iter().find(|n| !matches!(n.as_str(), "tp" | "pp")) {
+                return Err(format!("'{unknown}' in `{}` is not known in a layout; tp and pp are", when.0.text()));
+            }
+        }
+        let drafted = self.draft.iter().flat_map(|d| &d.params).flat_map(|p| p.from.iter().chain([&p.name]));
+        let tied = self.tied.iter().flat_map(|t| [&t.name, &t.of, &t.unless]);
+        for (text, allowed) in drafted.map(|t| (t, &["layer"][..])).chain(tied.map(|t| (t, &[][..]))) {
+            let pattern = Pattern::parse(text)?;
+            if let Some(unknown) = pattern.variables().iter().find(|v| !allowed.contains(v)) {
+                return Err(format!("'{text}' uses '{{{unknown}}}', which has no value there"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A layout and those it extends, itself first.
+pub(super) fn chain<'a>(layouts: &'a [LayoutRules], layout: &'a LayoutRules) -> Result<Vec<&'a LayoutRules>, String> {
+    let mut chain = vec![layout];
+    while let Some(parent) = &chain[chain.len() - 1].extends {
+        if chain.len() == DEEPEST {
+            return Err(format!("more than {DEEPEST} layouts extend each other, at '{parent}'"));
+        }
+        let found = layouts.iter().find(|l| l.name == *parent);
+        chain.push(found.ok_or_else(|| format!("layout '{parent}', which '{}' extends, does not exist", layout.name))?);
+    }
+    Ok(chain)
+}
+
+/// The layout for a class.
+pub fn for_class<'a>(layouts: &'a [LayoutRules], class: &str) -> Option<&'a LayoutRules> {
+    layouts.iter().find(|l| l.classes.iter().any(|c| c == class || c == "*"))
+}
