@@ -123,12 +123,10 @@ class GgshardLoader(BaseModelLoader):
         if wrong:
             profiles = "PROFILE of this vLLM (see `ggshard profiles`)"
             options = f"--tp {tp}" + (f" --pp {pp}" if pp > 1 else "") + (" --ep" if self.expert_parallel else "")
-            refuse(
-                folder,
-                wrong,
-                f"Start vLLM as the folder was made, or convert again with {options} --profile {profiles}; another version is "
-                "accepted with --model-loader-extra-config '{\"any_version\": true}'",
-            )
+            remedy = f"Start vLLM as the folder was made, or convert again with {options} --profile {profiles}"
+            if "version" in wrong[-1]:
+                remedy += "; another version is accepted with --model-loader-extra-config '{\"any_version\": true}'"
+            refuse(folder, wrong, remedy)
 
     def _load_gguf(self, model: torch.nn.Module, model_config: ModelConfig, gguf: str) -> None:
         if model_config.quantization is not None:
