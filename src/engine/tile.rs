@@ -7,7 +7,7 @@ use super::{Reads, Sink};
 use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
-use crate::gguf::{GgmlType, GgufSet};
+use crate::gguf::GgufSet;
 use crate::mapping::ValueOp;
 use crate::plan::Plan;
 
@@ -211,7 +211,7 @@ impl Context<'_> {
         })?;
         self.reads.record(source, range);
         let skipped = (elements.start - blocks.start * block) as usize;
-        let Some(float) = float_type(dtype).filter(|_| unchanged(ty) != Some(dtype)) else {
+        let Some(float) = float_type(dtype) else {
             // Handed on as it is: blocks of one element.
             scratch.decoded[at].copy_from_slice(bytes);
             return Ok(Nonfinite::default());
@@ -318,15 +318,16 @@ fn transpose<const N: usize>(from: &[u8], rows: usize, cols: usize, to: &mut Vec
     }
 }
 
-/// The float type behind an output dtype.
+/// The float type behind an output dtype; none for elements that are handed on as they are.
 fn float_type(dtype: Dtype) -> Option<FloatType> {
-    [FloatType::F32, FloatType::BF16, FloatType::F16].into_iter().find(|f| f.name() == dtype.name())
-}
-
-/// The dtype that holds a type's elements bit for bit without any conversion, where types of the same name meet.
-fn unchanged(ty: GgmlType) -> Option<Dtype> {
-    Dtype::parse(ty.name())
-        .filter(|_| matches!(ty, GgmlType::I8 | GgmlType::I16 | GgmlType::I32 | GgmlType::I64 | GgmlType::F64))
+    use Dtype::*;
+    match dtype {
+        F32 => Some(FloatType::F32),
+        BF16 => Some(FloatType::BF16),
+        F16 => Some(FloatType::F16),
+        Bool | U8 | I8 | F8E5M2 | F8E4M3 | F8E8M0 | F8E4M3Fnuz | F8E5M2Fnuz | I16 | U16 | I32 | U32 | C64 | F64
+        | I64 | U64 => None,
+    }
 }
 
 #[cfg(test)]
