@@ -81,8 +81,10 @@ pub(super) fn check(layouts: &[LayoutRules]) -> Result<(), String> {
         let chain = chain(layouts, layout)?;
         let at = |e: String| format!("layout '{}': {e}", layout.name);
         for part in &chain {
-            Compiled::new(part, false).map_err(at)?;
-            Compiled::new(part, true).map_err(at)?;
+            let draft = part.draft.as_ref().map(|d| d.block.as_str());
+            for block in draft.into_iter().chain([WEIGHT_BLOCK]) {
+                Compiled::new(part, block).map_err(at)?;
+            }
         }
         layout.check_names().map_err(at)?;
         if layout.verbatim && (!layout.params.is_empty() || layout.extends.is_some()) {
@@ -107,16 +109,8 @@ struct CompiledRule<'a> {
 }
 
 impl<'a> Compiled<'a> {
-    /// `draft` chooses what `{block}` stands for in names.
-    fn new(layout: &'a LayoutRules, draft: bool) -> Result<Self, String> {
-        let block = match &layout.draft {
-            Some(rules) if draft => rules.block.as_str(),
-            Some(_) | None => WEIGHT_BLOCK,
-        };
-        Self::with_block(layout, block)
-    }
-
-    fn with_block(layout: &'a LayoutRules, block: &str) -> Result<Self, String> {
+    /// `block` is what `{block}` stands for in names.
+    fn new(layout: &'a LayoutRules, block: &str) -> Result<Self, String> {
         let weight = |text: &str| Pattern::parse(&text.replace("{block}", WEIGHT_BLOCK));
         let name = |text: &str| Pattern::parse(&text.replace("{block}", block));
         let mut rules = Vec::new();
@@ -205,9 +199,8 @@ pub fn lay_out(
     let chain = chain(layouts, layout)?;
     let draft = chain.iter().find_map(|l| l.draft.as_ref());
     let draft_block = draft.map_or(WEIGHT_BLOCK, |d| d.block.as_str());
-    let compile = |block: &str| -> Result<Vec<Compiled<'_>>, String> {
-        chain.iter().map(|l| Compiled::with_block(l, block)).collect()
-    };
+    let compile =
+        |block: &str| -> Result<Vec<Compiled<'_>>, String> { chain.iter().map(|l| Compiled::new(l, block)).collect() };
     let without = chain.iter().position(|l| l.without_constants).unwrap_or(chain.len());
     let mut job = Layout {
         weights,
@@ -231,7 +224,7 @@ pub fn lay_out(
     job.tied(&chain, headless)?;
     let laid_out: HashSet<u32> = job.params.iter().flat_map(|p| p.content.weights()).copied().collect();
     job.left_out.retain(|(weight, _)| !laid_out.contains(weight));
-    if let Some(first) = job.uncovered.first() {
+    if !job.uncovered.is_empty() {
         let shown: Vec<&str> = job.uncovered.iter().take(6).map(String::as_str).collect();
         return Err(format!(
             "layout '{}' does not cover {} of {} weights: {}{}",
@@ -239,13 +232,7 @@ pub fn lay_out(
             job.uncovered.len(),
             weights.len(),
             shown.join(", "),
-            if job.uncovered.len() > shown.len() {
-                ", …"
-            } else if first.is_empty() {
-                "?"
-            } else {
-                ""
-            }
+            if job.uncovered.len() > shown.len() { ", …" } else { "" }
         ));
     }
     Ok(LaidOut { params: job.params, left_out: job.left_out })

@@ -138,7 +138,7 @@ impl Mapping {
 
     /// The texts it is made of, its own first.
     pub fn source(&self) -> String {
-        self.texts.iter().map(|t| format!("# --- {}\n{}", t.origin, t.text)).collect()
+        listing(&self.texts)
     }
 
     /// Name, version and digest.
@@ -174,6 +174,11 @@ fn extended_by(child: &Text, error: Error) -> Error {
 
 fn parse(text: &Text) -> Result<Rules> {
     Rules::parse(&text.text).map_err(|e| Fault::new(e).file(&text.origin).rules())
+}
+
+/// Texts one after the other, each under its origin.
+pub(super) fn listing(texts: &[Text]) -> String {
+    texts.iter().map(|t| format!("# --- {}\n{}", t.origin, t.text)).collect()
 }
 
 /// The built-in text of that name.

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use super::layout::LayoutRules;
-use super::library::{RulesId, Text, builtin, embedded, find};
+use super::library::{RulesId, Text, builtin, embedded, find, listing};
 use crate::error::{Error, Fault, Result};
 
 /// Longest chain of `extends`.
@@ -158,7 +158,7 @@ impl Profile {
 
     /// The texts it is made of, its own first.
     pub fn source(&self) -> String {
-        self.texts.iter().map(|t| format!("# --- {}\n{}", t.origin, t.text)).collect()
+        listing(&self.texts)
     }
 
     /// Name, version and digest.
