@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::Plan;
+use super::{Param, Plan};
 use crate::error::Result;
 use crate::mapping::{FileSlot, Set};
 
@@ -41,12 +41,8 @@ pub(super) fn assign(plan: &mut Plan) -> Result<()> {
             Set::Draft => 1,
         };
         for stage in 0..stages {
-            let held = |p: &&u32| {
-                let param = &plan.params[**p as usize];
-                param.set == set && param.stage == stage
-            };
-            let all: Vec<u32> = (0..plan.params.len() as u32).collect();
-            let params: Vec<u32> = all.iter().filter(held).copied().collect();
+            let held = |(_, param): &(usize, &Param)| param.set == set && param.stage == stage;
+            let params: Vec<u32> = plan.params.iter().enumerate().filter(held).map(|(i, _)| i as u32).collect();
             if params.is_empty() {
                 continue;
             }
