@@ -3,45 +3,19 @@
 //! Alone in its binary, because it counts every allocation of the process. The source is mapped, so that none of it
 //! counts; whatever the conversion keeps does.
 
+#[path = "common/allocations.rs"]
+mod allocations;
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
+use allocations::{HELD, PEAK};
 use ggshard::convert::{Extras, Request, convert, plan};
 use ggshard::engine::Options;
 use ggshard::gguf::GgmlType;
 use gguf_writer::GgufBuilder;
-
-struct Counting;
-
-static HELD: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-fn grow(bytes: usize) {
-    let held = HELD.fetch_add(bytes, Ordering::Relaxed) + bytes;
-    PEAK.fetch_max(held, Ordering::Relaxed);
-}
-
-// SAFETY: every call is handed to the system's allocator as it came; only numbers are kept beside.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        grow(layout.size());
-        // SAFETY: the caller keeps this method's contract, which is that of the system's allocator.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        HELD.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: as above; `at` came from `System.alloc` with this layout.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const MIB: usize = 1 << 20;
 
