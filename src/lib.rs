@@ -10,6 +10,7 @@ pub mod gguf;
 pub mod mapping;
 pub mod output;
 pub mod plan;
+mod regular;
 pub mod runtime;
 pub mod verify;
 

@@ -14,6 +14,7 @@ use super::{Finding, Report, What};
 use crate::engine::Sink;
 use crate::error::{Fault, Result};
 use crate::plan::Plan;
+use crate::regular;
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 64 << 10;
@@ -191,12 +192,8 @@ impl Written<'_> {
             Handle::Unopened => {}
         }
         let path = dir.join(self.name);
-        // Asked before it is opened: opening a pipe would wait for a writer.
-        let opened = std::fs::metadata(&path).and_then(|status| {
-            if status.is_file() { File::open(&path) } else { Err(std::io::Error::other("not a regular file")) }
-        });
-        match opened {
-            Ok(file) => {
+        match regular::open(&path) {
+            Ok((file, _)) => {
                 let file = Arc::new(file);
                 *handle = Handle::Open(file.clone());
                 Some(file)

@@ -19,9 +19,12 @@ use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
+use crate::regular;
 
 /// Bytes that are read at a time.
 const TILE: u64 = 1 << 20;
+/// Most threads that are started, whatever is asked for; each has a tile of its own.
+const MOST_THREADS: usize = 1024;
 
 /// One file to be read, as the manifest describes it.
 struct Target<'m> {
@@ -98,7 +101,10 @@ pub(super) fn check(
         weights: None,
     });
     let targets: Vec<Target<'_>> = weights.chain(others).collect();
-    progress(Step::Begin { check: "folder", bytes: targets.iter().map(|target| target.bytes).sum() });
+    progress(Step::Begin {
+        check: "folder",
+        bytes: targets.iter().map(|target| target.bytes).fold(0, u64::saturating_add),
+    });
     let results = check_targets(dir, manifest, &targets, Depth::Contents, options.threads, progress)?;
     report.findings.extend(results.findings.into_iter().map(|(_, finding)| finding));
     report.files += results.files;
@@ -160,7 +166,7 @@ fn check_targets<'m>(
 pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
     let threads = match threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
+        threads => threads.min(MOST_THREADS),
     };
     std::thread::scope(|scope| {
         for _ in 1..threads {
@@ -239,12 +245,8 @@ impl<'m> Checker<'m> {
     /// Opens a file and compares length and header. `None` when its bytes cannot be those promised.
     fn open(&self, number: usize, target: &'m Target<'m>) -> Option<Reading<'m>> {
         let path = self.dir.join(target.name);
-        // Asked before it is opened: opening a pipe would wait for a writer.
-        let opened = std::fs::metadata(&path).and_then(|status| {
-            if status.is_file() { File::open(&path) } else { Err(std::io::Error::other("not a regular file")) }
-        });
-        let file = match opened.and_then(|file| Ok((file.metadata()?.len(), file))) {
-            Ok((bytes, file)) => {
+        let file = match regular::open(&path) {
+            Ok((file, bytes)) => {
                 if let Some(weights) = target.weights {
                     self.check_header(number, target.name, weights, &file, bytes);
                 }
