@@ -61,7 +61,7 @@ pub(super) struct Output {
     pub stride: u64,
 }
 
-/// The jobs of a parameter, and of those that join it, for the wanted ranks, in the order of the source.
+/// The jobs of a parameter, and of those that join it, for the wanted files, in the order of the source.
 pub(super) fn jobs(plan: &Plan, index: u32, joining: &[u32], wanted: &[bool]) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     let mut known: HashMap<Key, usize> = HashMap::new();
@@ -139,10 +139,10 @@ fn source_read(
     (Read::Rows { source, start: begin, stride, rows, op }, (col, cols, start, width))
 }
 
-/// Ranks that hold the very same slice, with its pieces.
+/// Ranks that hold the very same slice in a wanted file, with its pieces.
 fn distinct(param: &Param, wanted: &[bool]) -> Vec<(Vec<u32>, std::ops::Range<u32>)> {
     let mut groups: Vec<(Vec<u32>, std::ops::Range<u32>)> = Vec::new();
-    for (rank, slice) in param.slices.iter().enumerate().filter(|(r, _)| wanted[*r]) {
+    for (rank, slice) in param.slices.iter().enumerate().filter(|(_, s)| wanted[s.file as usize]) {
         match groups.last_mut() {
             Some((ranks, pieces)) if *pieces == slice.pieces && pieces.start < pieces.end => ranks.push(rank as u32),
             Some(_) | None => groups.push((vec![rank as u32], slice.pieces.clone())),

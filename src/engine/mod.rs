@@ -17,6 +17,7 @@ mod tile;
 pub use reads::Reads;
 pub use run::{Engine, Options, Outcome};
 
+use crate::dequant::Nonfinite;
 use crate::error::Result;
 
 /// Takes the finished bytes.
@@ -27,6 +28,10 @@ pub trait Sink: Sync {
     ///
     /// Tiles begin in the plan's order, so a sink may keep a worker waiting until earlier parameters are complete.
     fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Told of values that are not finite, before `put` brings them: so many more are in the slice that each of `ranks`
+    /// holds of parameter `param`.
+    fn note(&self, _param: u32, _ranks: &[u32], _found: Nonfinite) {}
 
     /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.
     fn stop(&self) {}

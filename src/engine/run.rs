@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::job::{Job, Read, jobs};
+use super::job::{Job, Output, Read, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
 use super::{Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
@@ -18,6 +18,8 @@ use crate::plan::{Origin, Plan, PlannedSource};
 pub struct Options {
     /// Ranks to make; empty for all.
     pub ranks: Vec<u32>,
+    /// Files of them that are not to be made, as indices of [`Plan::files`].
+    pub skip: Vec<u32>,
     /// Number of workers; 0 for one per CPU.
     pub threads: usize,
     /// About how many bytes of output a tile makes. The default stays in a second-level cache.
@@ -48,6 +50,7 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             ranks: Vec::new(),
+            skip: Vec::new(),
             threads: 0,
             tile_bytes: 512 << 10,
             readahead: 64 << 20,
@@ -85,22 +88,14 @@ impl<'a> Engine<'a> {
     pub fn run(&self, sink: &dyn Sink, progress: &(dyn Fn(u64) + Sync)) -> Result<Outcome> {
         let plan = self.plan;
         self.check_sources()?;
-        let mut wanted = vec![self.options.ranks.is_empty(); plan.tp as usize];
-        for rank in &self.options.ranks {
-            let slot = wanted.get_mut(*rank as usize);
-            *slot.ok_or_else(|| Fault::new(format!("rank {rank} of {}", plan.tp)).layout())? = true;
-        }
+        let wanted = self.wanted()?;
         let decoders: Vec<Option<Dequantizer>> =
             plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
         let nonfinite = Mutex::new(BTreeMap::<u32, Nonfinite>::new());
-        let accept = |job: &Job, found: Nonfinite| {
-            if found.any() {
-                *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() += found;
-                if !self.options.allow_nonfinite {
-                    return Err(refusal(plan, job, found));
-                }
-            }
-            Ok(())
+        let accept = |job: &Job, output: &Output, found: Nonfinite| {
+            *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(output.param).or_default() += found;
+            sink.note(output.param, &output.ranks, found);
+            if self.options.allow_nonfinite { Ok(()) } else { Err(refusal(plan, job, output, found)) }
         };
         let reads = Reads::new(plan.sources.len(), self.options.track_reads);
         let context = Context {
@@ -146,6 +141,21 @@ impl<'a> Engine<'a> {
 }
 
 impl Engine<'_> {
+    /// Which of the plan's files are to be made.
+    fn wanted(&self) -> Result<Vec<bool>> {
+        let Options { ranks, skip, .. } = &self.options;
+        if let Some(rank) = ranks.iter().find(|rank| **rank >= self.plan.tp) {
+            return Err(Fault::new(format!("rank {rank} of {}", self.plan.tp)).layout());
+        }
+        let mut wanted: Vec<bool> =
+            self.plan.files.iter().map(|file| ranks.is_empty() || ranks.contains(&file.rank)).collect();
+        for file in skip {
+            let slot = wanted.get_mut(*file as usize);
+            *slot.ok_or_else(|| Fault::new(format!("file {file} of {}", self.plan.files.len())).audit())? = false;
+        }
+        Ok(wanted)
+    }
+
     /// The set has the very tensors that the plan was made for. With others, types of equal size would pass for each
     /// other without any error.
     fn check_sources(&self) -> Result<()> {
@@ -203,8 +213,8 @@ impl Drop for StopOnPanic<'_> {
     }
 }
 
-fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
-    let param = &plan.params[job.param as usize];
+fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
+    let param = &plan.params[output.param as usize];
     let source = match job.read {
         Read::Fill { .. } => "a constant".to_owned(),
         Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
@@ -229,6 +239,7 @@ fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
 /// The tiles in order, made as they are asked for.
 struct Queue<'a> {
     engine: &'a Engine<'a>,
+    /// Which of the plan's files are made.
     wanted: &'a [bool],
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
