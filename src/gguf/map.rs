@@ -57,6 +57,11 @@ impl Map {
         Map(Bytes::Owned(bytes))
     }
 
+    /// Whether the bytes are a file's, not a copy in memory.
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.0, Bytes::Mapped(_))
+    }
+
     /// Tells the system what to expect of a byte range. Ranges are cut to the file; bytes in memory need no advice.
     pub fn advise(&self, range: Range<usize>, advice: Advice) -> std::io::Result<()> {
         let Bytes::Mapped(map) = &self.0 else { return Ok(()) };

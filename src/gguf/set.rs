@@ -8,6 +8,7 @@ use super::cursor::CUT_SHORT;
 use super::discover::{self, SplitName};
 use super::header::{self, Header};
 use super::map::{Advice, Map};
+use super::mark::Mark;
 use super::metadata::{Field, Metadata};
 use super::tensor::SourceTensor;
 use super::value::Value;
@@ -65,6 +66,13 @@ impl Part {
         let header =
             header.ok_or_else(|| Fault::new("the file ends inside its header").file(&self.path).truncated())?;
         Ok(blake3::hash(header).to_hex().to_string())
+    }
+}
+
+impl Part {
+    /// What tells this file from another of the same size and header. Reads a few pages.
+    pub fn mark(&self) -> Result<Mark> {
+        if self.map.is_mapped() { Mark::of_file(&self.path) } else { Ok(Mark::of_bytes(&self.map)) }
     }
 }
 
