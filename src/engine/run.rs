@@ -12,6 +12,7 @@ use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::plan::{Origin, Plan, PlannedSource};
+use crate::threads::on_threads;
 
 /// How to execute a plan. None of it changes a byte of the output.
 #[derive(Debug, Clone)]
@@ -119,20 +120,7 @@ impl<'a> Engine<'a> {
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
         };
-        let threads = match self.options.threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
-            n => n,
-        };
-        std::thread::scope(|scope| {
-            let work = || shared.work(&context, &self.options, progress);
-            for _ in 1..threads {
-                // A worker that cannot be started is one fewer, and so are those after it; this thread does the rest.
-                if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        on_threads(self.options.threads, || shared.work(&context, &self.options, progress));
         match shared.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
             None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),

@@ -7,7 +7,7 @@ use super::checkpoint::RankCheckpoint;
 use super::tensor::Tensor;
 use crate::error::{Fault, Result};
 use crate::gguf::Advice;
-use crate::verify::{lock, on_threads};
+use crate::threads::{lock, on_threads};
 
 /// Bytes that a thread takes at a time.
 const CHUNK: usize = 4 << 20;

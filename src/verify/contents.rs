@@ -11,7 +11,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Finding, Options, Report, Step, What};
 use crate::error::{Error, Result};
@@ -19,6 +19,7 @@ use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
+use crate::threads::{lock, on_threads};
 
 /// Bytes that are read at a time.
 const TILE: u64 = 1 << 20;
@@ -154,27 +155,6 @@ fn check_targets<'m>(
     }
     results.findings.sort_by_key(|(number, _)| *number);
     Ok(results)
-}
-
-/// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
-pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
-    let threads = match threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            // A thread that cannot be started is one fewer, and so are those after it; this one does the rest.
-            if std::thread::Builder::new().spawn_scoped(scope, &work).is_err() {
-                break;
-            }
-        }
-        work();
-    });
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<'m> Checker<'m> {

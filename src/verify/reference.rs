@@ -23,11 +23,11 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use super::contents::{lock, on_threads};
 use super::report::REFERENCE;
 use super::{Distance, Finding, Options, Report, Step, Summary, What};
 use crate::error::{Error, Fault, Result};
 use crate::output::manifest::{FileEntry, Manifest, Parameter, TensorEntry};
+use crate::threads::{lock, on_threads};
 
 mod original;
 mod place;
