@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::job::{Job, Output, Read, jobs};
+use super::job::{Job, Output, Read, Wanted, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
 use super::{Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
@@ -129,19 +129,14 @@ impl<'a> Engine<'a> {
 }
 
 impl Engine<'_> {
-    /// Which of the plan's files are to be made.
-    fn wanted(&self) -> Result<Vec<bool>> {
-        let Options { ranks, skip, .. } = &self.options;
-        if let Some(rank) = ranks.iter().find(|rank| **rank >= self.plan.tp) {
-            return Err(Fault::new(format!("rank {rank} of {}", self.plan.tp)).layout());
+    /// Which slices are to be made.
+    fn wanted(&self) -> Result<Wanted> {
+        let (tp, Options { ranks, skip, .. }) = (self.plan.tp, &self.options);
+        if let Some(rank) = ranks.iter().find(|rank| **rank >= tp) {
+            return Err(Fault::new(format!("rank {rank} of {tp}")).layout());
         }
-        let mut wanted: Vec<bool> =
-            self.plan.files.iter().map(|file| ranks.is_empty() || ranks.contains(&file.rank)).collect();
-        for file in skip {
-            let slot = wanted.get_mut(*file as usize);
-            *slot.ok_or_else(|| Fault::new(format!("file {file} of {}", self.plan.files.len())).audit())? = false;
-        }
-        Ok(wanted)
+        let ranks = (0..tp).map(|rank| ranks.is_empty() || ranks.contains(&rank)).collect();
+        Ok(Wanted { ranks, skipped: skip.iter().copied().collect() })
     }
 
     /// The set has the very tensors that the plan was made for. With others, types of equal size would pass for each
@@ -227,8 +222,7 @@ fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
 /// The tiles in order, made as they are asked for.
 struct Queue<'a> {
     engine: &'a Engine<'a>,
-    /// Which of the plan's files are made.
-    wanted: &'a [bool],
+    wanted: &'a Wanted,
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
     param: usize,
