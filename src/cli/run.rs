@@ -8,12 +8,12 @@ use anyhow::Result;
 use clap::CommandFactory;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
-use ggshard::gguf::{Description, GgufSet};
+use ggshard::gguf::{Description, GgufSet, OpenOptions};
 use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
 
-use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, Verify};
+use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Verify};
 use super::{library, page, progress};
 
 /// Runs a command.
@@ -45,7 +45,7 @@ pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
 }
 
 fn inspect(args: &Inspect) -> Result<ExitCode> {
-    let set = GgufSet::open(&args.source)?;
+    let set = GgufSet::open_with(&args.source, opening(&args.read))?;
     let description = Description::from_set(&set);
     if args.json {
         print_json(&description)?;
@@ -53,6 +53,10 @@ fn inspect(args: &Inspect) -> Result<ExitCode> {
         print(&description.render(args.tensors))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn opening(choices: &ReadChoices) -> OpenOptions {
+    OpenOptions { io: choices.io.into(), ..OpenOptions::default() }
 }
 
 fn request(choices: &PlanChoices) -> Request {
@@ -71,7 +75,8 @@ fn request(choices: &PlanChoices) -> Request {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
+    let opening = OpenOptions { header_only: args.header_only, ..opening(&args.choices.read) };
+    let planned = convert::plan_set(GgufSet::open_with(&args.choices.source, opening)?, &request(&args.choices))?;
     // Whatever `convert` would refuse about the config, it refuses here.
     convert::extras(&planned, None)?;
     if let Some(path) = &args.html {
@@ -97,7 +102,8 @@ fn picture(planned: &Planned) -> Picture {
 }
 
 fn convert(args: &Convert) -> Result<ExitCode> {
-    let planned = convert::plan(&args.choices.source, &request(&args.choices), false)?;
+    let set = GgufSet::open_with(&args.choices.source, opening(&args.choices.read))?;
+    let planned = convert::plan_set(set, &request(&args.choices))?;
     let Planned { plan, mapping, .. } = &planned;
     tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
     let extras = convert::extras(&planned, args.config.as_deref())?;
@@ -141,9 +147,9 @@ fn convert(args: &Convert) -> Result<ExitCode> {
 }
 
 fn verify(args: &Verify) -> Result<ExitCode> {
-    let options = verify::Options { rank: args.rank, threads: args.threads };
+    let options = verify::Options { rank: args.rank, threads: args.threads, cancel: None };
     let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
-    let against = verify::Against { source: args.source.as_deref(), reference };
+    let against = verify::Against { source: args.source.as_deref(), open: opening(&args.read), reference };
     let bar = progress::bytes(0, "verifying");
     let result = verify::verify_against(&args.folder, options, against, &|step| match step {
         verify::Step::Begin { check, bytes } => {

@@ -15,6 +15,7 @@ mod run;
 mod tile;
 
 pub use reads::Reads;
+pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};
 
 use crate::error::Result;

@@ -37,10 +37,15 @@ pub struct Options {
 impl Options {
     /// Refuses to go on once [`Options::cancel`] is set.
     pub(crate) fn check_cancel(&self) -> Result<()> {
-        match &self.cancel {
-            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
-            _ => Ok(()),
-        }
+        check_cancel(self.cancel.as_deref())
+    }
+}
+
+/// Refuses to go on once the flag is set.
+pub(crate) fn check_cancel(cancel: Option<&AtomicBool>) -> Result<()> {
+    match cancel {
+        Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
+        Some(_) | None => Ok(()),
     }
 }
 
@@ -246,7 +251,7 @@ impl Queue<'_> {
                 self.param += 1;
                 continue;
             }
-            self.ahead.advance(self.engine, self.param);
+            self.ahead.advance(self.engine, self.param, self.wanted);
             let target = self.engine.options.tile_bytes.max(1) / param.dtype.bytes();
             let index = self.param as u32;
             let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
@@ -288,10 +293,10 @@ struct Ahead {
 }
 
 impl Ahead {
-    fn advance(&mut self, engine: &Engine<'_>, current: usize) {
+    fn advance(&mut self, engine: &Engine<'_>, current: usize, wanted: &[bool]) {
         let plan = engine.plan;
         if self.param > current {
-            self.pending -= self.pending.min(spans(plan, current).map(|(_, r)| r.end - r.start).sum());
+            self.pending -= self.pending.min(spans(plan, current, wanted).map(|(_, r)| r.end - r.start).sum());
         }
         self.param = self.param.max(current);
         while self.pending < engine.options.readahead.max(1) && self.param < plan.params.len() {
@@ -299,7 +304,7 @@ impl Ahead {
                 self.param += 1;
                 continue;
             }
-            for (source, range) in spans(plan, self.param) {
+            for (source, range) in spans(plan, self.param, wanted) {
                 let tensor = &engine.set.tensors()[source as usize];
                 let range = tensor.offset + range.start..tensor.offset + range.end;
                 self.pending += range.end - range.start;
@@ -313,10 +318,10 @@ impl Ahead {
     }
 }
 
-/// The byte range of each source that a parameter reads, over all ranks.
-fn spans(plan: &Plan, param: usize) -> impl Iterator<Item = (u32, Range<u64>)> {
+/// The byte range of each source that a parameter reads, over the wanted ranks.
+fn spans(plan: &Plan, param: usize, wanted: &[bool]) -> impl Iterator<Item = (u32, Range<u64>)> {
     let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
-    for slice in &plan.params[param].slices {
+    for (slice, _) in plan.params[param].slices.iter().zip(wanted).filter(|(_, wanted)| **wanted) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
             let ty = plan.sources[region.source as usize].ty;

@@ -16,7 +16,7 @@ use crate::convert::{self, Planned, Request};
 use crate::dequant::{FloatType, Nonfinite};
 use crate::engine::{self, Engine};
 use crate::error::{Error, Fault, Result};
-use crate::gguf::GgufSet;
+use crate::gguf::{GgufSet, OpenOptions};
 use crate::mapping::{Mapping, MtpPolicy, Profile, RulesId};
 use crate::output::filename;
 use crate::output::manifest::{FileEntry, Manifest, Parameter};
@@ -31,8 +31,8 @@ pub(super) struct Source {
 impl Source {
     /// Opens the source, and refuses one that is not the manifest's, or that this version would plan otherwise. `path` is
     /// the manifest's, for messages.
-    pub fn open(source: &Path, manifest: &Manifest, path: &Path) -> Result<Self> {
-        let set = GgufSet::open(source)?;
+    pub fn open(source: &Path, options: OpenOptions, manifest: &Manifest, path: &Path) -> Result<Self> {
+        let set = GgufSet::open_with(source, options)?;
         check_parts(&set, manifest)?;
         set.refuse_nonmodel()?;
         let (mapping, profile) = (mapping(manifest, path)?, profile(manifest, path)?);
@@ -55,7 +55,7 @@ impl Source {
         &self,
         dir: &Path,
         manifest: &Manifest,
-        options: Options,
+        options: &Options,
         progress: &(dyn Fn(Step) + Sync),
         report: &mut Report,
     ) -> Result<()> {
@@ -81,6 +81,7 @@ impl Source {
             threads: options.threads,
             // A value that should not be there is a finding, below, and no reason to stop at the first.
             allow_nonfinite: true,
+            cancel: options.cancel.clone(),
             ..engine::Options::default()
         };
         let comparer = Comparer::new(plan, dir, &ranks, &header_bytes);
