@@ -18,7 +18,10 @@ fn long_header() -> Vec<u8> {
     file = file.entry("strings", ARRAY, &array(STR, 40_000, &string(b"token").repeat(40_000)));
     file = file.entry("numbers", ARRAY, &array(U32, 50_000, &[7; 200_000]));
     for i in 0..2_000 {
-        file = file.entry(format!("key.{i}"), U32, &[1; 4]).tensor(&format!("blk.{i}.weight"), 0, &[4]);
+        file = file.entry(format!("key.{i}"), U32, &[1; 4]);
+    }
+    for i in 0..200 {
+        file = file.tensor(&format!("blk.{i}.weight"), 0, &[4]);
     }
     file.bytes()
 }
