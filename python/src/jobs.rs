@@ -110,11 +110,11 @@ pub fn convert(
     threads: usize,
     config: Option<PathBuf>,
     allow_nonfinite: bool,
-    io: &str,
+    io: String,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'_, PyAny>> {
     let request = choices.request()?;
-    let opening = opening(io)?;
+    let opening = opening(&io)?;
     if ranks.as_ref().is_some_and(Vec::is_empty) {
         return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
     }

@@ -1,6 +1,7 @@
 //! The commands.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -14,7 +15,8 @@ use ggshard::verify;
 use serde::Serialize;
 
 use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Verify};
-use super::{library, page, progress};
+use super::signals::Signals;
+use super::{library, page, progress, sigbus, signals};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -45,7 +47,7 @@ pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
 }
 
 fn inspect(args: &Inspect) -> Result<ExitCode> {
-    let set = GgufSet::open_with(&args.source, opening(&args.read))?;
+    let set = GgufSet::open_with(&args.source, opening(&args.read, sigbus::reading))?;
     let description = Description::from_set(&set);
     if args.json {
         print_json(&description)?;
@@ -55,8 +57,8 @@ fn inspect(args: &Inspect) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn opening(choices: &ReadChoices) -> OpenOptions {
-    OpenOptions { io: choices.io.into(), ..OpenOptions::default() }
+fn opening(choices: &ReadChoices, on_map: fn(&Path, Range<usize>)) -> OpenOptions {
+    OpenOptions { io: choices.io.into(), on_map: Some(on_map), ..OpenOptions::default() }
 }
 
 fn request(choices: &PlanChoices) -> Request {
@@ -75,7 +77,7 @@ fn request(choices: &PlanChoices) -> Request {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let opening = OpenOptions { header_only: args.header_only, ..opening(&args.choices.read) };
+    let opening = OpenOptions { header_only: args.header_only, ..opening(&args.choices.read, sigbus::reading) };
     let planned = convert::plan_set(GgufSet::open_with(&args.choices.source, opening)?, &request(&args.choices))?;
     // Whatever `convert` would refuse about the config, it refuses here.
     convert::extras(&planned, None)?;
@@ -102,7 +104,8 @@ fn picture(planned: &Planned) -> Picture {
 }
 
 fn convert(args: &Convert) -> Result<ExitCode> {
-    let set = GgufSet::open_with(&args.choices.source, opening(&args.choices.read))?;
+    let signals = Signals::heed()?;
+    let set = GgufSet::open_with(&args.choices.source, opening(&args.choices.read, sigbus::converting))?;
     let planned = convert::plan_set(set, &request(&args.choices))?;
     let Planned { plan, mapping, .. } = &planned;
     tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
@@ -118,12 +121,16 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         allow_nonfinite: args.allow_nonfinite,
         track_reads: args.track_reads,
+        cancel: Some(signals.cancel()),
         ..engine::Options::default()
     };
     options.tile_bytes = args.tile_size.unwrap_or(options.tile_bytes);
     let bar = progress::bytes(total, "converting");
     let result = convert::convert(&planned, &args.output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
+    if let Some(status) = signals.end(&result, signals::how_to_resume()) {
+        return Ok(status);
+    }
     let report = result?;
     for (name, (nan, inf, overflow)) in &report.nonfinite {
         tracing::warn!("tensor '{name}': {nan} NaN, {inf} infinite, {overflow} overflowed values were let through");
@@ -147,9 +154,11 @@ fn convert(args: &Convert) -> Result<ExitCode> {
 }
 
 fn verify(args: &Verify) -> Result<ExitCode> {
-    let options = verify::Options { rank: args.rank, threads: args.threads, cancel: None };
+    let signals = Signals::heed()?;
+    let options = verify::Options { rank: args.rank, threads: args.threads, cancel: Some(signals.cancel()) };
     let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
-    let against = verify::Against { source: args.source.as_deref(), open: opening(&args.read), reference };
+    let against =
+        verify::Against { source: args.source.as_deref(), open: opening(&args.read, sigbus::reading), reference };
     let bar = progress::bytes(0, "verifying");
     let result = verify::verify_against(&args.folder, options, against, &|step| match step {
         verify::Step::Begin { check, bytes } => {
@@ -160,6 +169,9 @@ fn verify(args: &Verify) -> Result<ExitCode> {
         verify::Step::Bytes(bytes) => bar.inc(bytes),
     });
     bar.finish_and_clear();
+    if let Some(status) = signals.end(&result, "Nothing was found out yet.") {
+        return Ok(status);
+    }
     let report = result?;
     let text = if args.json { report.to_json()? } else { report.to_string() };
     print(&format!("{text}\n"))?;
