@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::job::{Job, Read, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
-use super::{Reads, Sink};
+use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
@@ -30,6 +30,8 @@ pub struct Options {
     pub track_reads: bool,
     /// The best instruction set that may be used.
     pub simd: Simd,
+    /// Whether a conversion records the BLAKE3 of every part of the source, for which it reads all of it.
+    pub hash_source: bool,
     /// Set by whoever wants the work to stop: it ends with [`Error::Cancelled`] within a tile per worker.
     pub cancel: Option<Arc<AtomicBool>>,
 }
@@ -59,6 +61,7 @@ impl Default for Options {
             allow_nonfinite: false,
             track_reads: false,
             simd: Simd::detect(),
+            hash_source: false,
             cancel: None,
         }
     }
@@ -78,12 +81,18 @@ pub struct Engine<'a> {
     plan: &'a Plan,
     set: &'a GgufSet,
     options: Options,
+    observer: Option<&'a dyn Observer>,
 }
 
 impl<'a> Engine<'a> {
     /// Binds a plan to the set that it was made for.
     pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
-        Engine { plan, set, options }
+        Engine { plan, set, options, observer: None }
+    }
+
+    /// Has an observer see what is needed of the source.
+    pub fn observed(self, observer: Option<&'a dyn Observer>) -> Self {
+        Engine { observer, ..self }
     }
 
     /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
@@ -112,6 +121,7 @@ impl<'a> Engine<'a> {
             plan,
             set: self.set,
             sink,
+            observer: self.observer,
             reads: &reads,
             simd: self.options.simd,
             decoders: &decoders,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::job::{Job, Output, Read};
-use super::{Reads, Sink};
+use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
@@ -80,6 +80,7 @@ pub(super) struct Context<'a> {
     pub plan: &'a Plan,
     pub set: &'a GgufSet,
     pub sink: &'a dyn Sink,
+    pub observer: Option<&'a dyn Observer>,
     pub reads: &'a Reads,
     pub simd: Simd,
     /// A decoder per source, none for types without one.
@@ -210,6 +211,10 @@ impl Context<'_> {
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
         let scale = op.scale.map(|(source, element)| self.scale(source, element, scratch)).transpose()?;
+        if let Some(observer) = self.observer {
+            let place = tensor.offset + range.start..tensor.offset + range.end;
+            observer.before(tensor.part, place, &mut scratch.source)?;
+        }
         let bytes = self.set.read(source as usize, range.clone(), &mut scratch.source)?;
         self.reads.record(source, range);
         let skipped = (elements.start - blocks.start * block) as usize;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Finding, Options, Report, Step, What};
-use crate::engine::check_cancel;
+use crate::engine::{check_cancel, on_threads};
 use crate::error::{Error, Result};
 use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
@@ -158,23 +158,6 @@ fn check_targets<'m>(
     }
     results.findings.sort_by_key(|(number, _)| *number);
     Ok(results)
-}
-
-/// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
-pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
-    let threads = match threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            // A thread that cannot be started is one fewer, and so are those after it; this one does the rest.
-            if std::thread::Builder::new().spawn_scoped(scope, &work).is_err() {
-                break;
-            }
-        }
-        work();
-    });
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

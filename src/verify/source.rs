@@ -14,13 +14,13 @@ use super::report::SOURCE;
 use super::{Finding, Options, Report, Step, What};
 use crate::convert::{self, Planned, Request};
 use crate::dequant::{FloatType, Nonfinite};
-use crate::engine::{self, Engine};
+use crate::engine::{self, Engine, Observer};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgufSet, OpenOptions};
 use crate::mapping::{Mapping, MtpPolicy, Profile, RulesId};
 use crate::output::filename;
 use crate::output::manifest::{FileEntry, Manifest, Parameter};
-use crate::output::{Digest, SafetensorsHeader, header_of};
+use crate::output::{Digest, SafetensorsHeader, SourceHasher, header_of};
 use crate::plan::{DRAFT_FOLDER, Plan, PlannedFile};
 
 /// A source that is the manifest's, with the manifest's plan.
@@ -85,8 +85,15 @@ impl Source {
             ..engine::Options::default()
         };
         let comparer = Comparer::new(plan, dir, &ranks, &header_bytes);
-        let outcome = Engine::new(plan, set, engine_options).run(&comparer, &|bytes| progress(Step::Bytes(bytes)))?;
+        // Recorded digests are compared in the same pass.
+        let hasher = manifest.source.parts.iter().any(|part| part.blake3.is_some()).then(|| SourceHasher::new(set));
+        let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
+        let engine = Engine::new(plan, set, engine_options).observed(observer);
+        let outcome = engine.run(&comparer, &|bytes| progress(Step::Bytes(bytes)))?;
         comparer.finish(report)?;
+        if let Some(hasher) = hasher {
+            check_digests(&hasher.finish(options.threads, options.cancel.as_deref())?, manifest, report);
+        }
         // Of other ranks than the conversion made, other values are counted.
         let counted = (ranks == manifest.topology.ranks).then_some(&outcome.nonfinite);
         check_parameters(plan, manifest, counted, report);
@@ -352,6 +359,16 @@ fn check_parameters(plan: &Plan, manifest: &Manifest, counted: Option<&BTreeMap<
     }
     for difference in unlike(&convert::ignored(plan), &manifest.ignored, |ignored| &ignored.tensor) {
         report.push(difference.record("", |ignored| format!("ignored: {}", ignored.reason)));
+    }
+}
+
+/// The source's files must be those whose digests were recorded, to the byte: ignored tensors and padding included.
+fn check_digests(found: &[Digest], manifest: &Manifest, report: &mut Report) {
+    for (part, found) in manifest.source.parts.iter().zip(found) {
+        if let Some(expected) = part.blake3.filter(|expected| expected != found) {
+            let finding = Finding::new(filename::MANIFEST, What::SourceDigest);
+            report.push(finding.expected(format!("{expected} for '{}'", part.name)).found(found));
+        }
     }
 }
 

@@ -1,0 +1,18 @@
+//! Work on several threads.
+
+/// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
+pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
+    let threads = match threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            // A thread that cannot be started is one fewer, and so are those after it; this one does the rest.
+            if std::thread::Builder::new().spawn_scoped(scope, &work).is_err() {
+                break;
+            }
+        }
+        work();
+    });
+}
