@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use crate::dequant::{FloatType, Nonfinite};
-use crate::engine::{self, Engine};
+use crate::engine::{self, Engine, Observer};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgufSet, OpenOptions};
 use crate::mapping::{self, Mapping, MtpPolicy, Profile, RulesId, Set, config};
 use crate::output::filename;
 use crate::output::manifest::{self, FileEntry, Manifest, OtherFile};
-use crate::output::{Digest, OutputFolder, Sums, Writer, space};
+use crate::output::{Digest, OutputFolder, SourceHasher, Sums, Writer, space};
 use crate::plan::{DRAFT_FOLDER, Plan, PlanRequest, Policy};
 
 /// Part size unless another is asked for: 5 GiB, as published checkpoints have it.
@@ -159,9 +159,16 @@ pub fn convert(
     let folder = OutputFolder::create(output)?;
     let writer = Writer::new(plan, &folder, &ranks, &metadata(env!("CARGO_PKG_VERSION")))?;
     let output_bytes = writer.total_bytes();
-    let outcome = Engine::new(plan, set, options.clone()).run(&writer, progress)?;
+    let hasher = options.hash_source.then(|| SourceHasher::new(set));
+    let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
+    let outcome = Engine::new(plan, set, options.clone()).observed(observer).run(&writer, progress)?;
     let files = writer.finish()?;
     options.check_cancel()?;
+    let mut source = source_of(set)?;
+    if let Some(hasher) = hasher {
+        let digests = hasher.finish(options.threads, options.cancel.as_deref())?;
+        source.parts.iter_mut().zip(digests).for_each(|(part, digest)| part.blake3 = Some(digest));
+    }
     let mut others = extras.files.clone();
     others.extend(index(plan, &files)?);
     let warnings: Vec<String> = plan.model.warnings.iter().chain(&extras.notes).cloned().collect();
@@ -170,7 +177,7 @@ pub fn convert(
         format_version: manifest::FORMAT_VERSION,
         tool: format!("{TOOL}{}", env!("CARGO_PKG_VERSION")),
         plan: plan.identity().into(),
-        source: source_of(set)?,
+        source,
         mapping: mapping_of(plan)?,
         profile: profile_of(plan)?,
         topology: manifest::Topology {
