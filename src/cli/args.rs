@@ -51,6 +51,15 @@ pub struct Inspect {
     /// List every tensor.
     #[arg(long)]
     pub tensors: bool,
+    /// Read every value: count those that are NaN or infinite and find tensors of zeros. Exit status 1 if any is not finite.
+    #[arg(long)]
+    pub check: bool,
+    /// With --check: give the BLAKE3 of every file, in the same pass.
+    #[arg(long, requires = "check")]
+    pub hash: bool,
+    /// Number of threads for --check. Default: one per CPU.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub threads: usize,
     /// Print one JSON document.
     #[arg(long)]
     pub json: bool,
@@ -160,6 +169,9 @@ pub struct Convert {
     /// the GGUF. Default: derived from the GGUF.
     #[arg(long, value_name = "FILE|DIR")]
     pub config: Option<PathBuf>,
+    /// Record the BLAKE3 of every file of the source in the manifest. All of it is read, once.
+    #[arg(long)]
+    pub hash_source: bool,
     /// Remember every range fetched from the source and report repetitions (costs memory).
     #[arg(long, hide = true)]
     pub track_reads: bool,

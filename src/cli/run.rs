@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::CommandFactory;
+use ggshard::check;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet, OpenOptions};
@@ -46,15 +47,38 @@ pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
     print(&text)
 }
 
+/// What `inspect --json` prints.
+#[derive(Serialize)]
+struct Inspected {
+    #[serde(flatten)]
+    description: Description,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    check: Option<check::Report>,
+}
+
 fn inspect(args: &Inspect) -> Result<ExitCode> {
     let set = GgufSet::open_with(&args.source, opening(&args.read, sigbus::reading))?;
     let description = Description::from_set(&set);
-    if args.json {
-        print_json(&description)?;
-    } else {
-        print(&description.render(args.tensors))?;
+    let mut report = None;
+    if args.check {
+        let signals = Signals::heed()?;
+        let options = check::Options { hash: args.hash, threads: args.threads, cancel: Some(signals.cancel()) };
+        let bar = progress::bytes(check::bytes(&set), "checking");
+        let result = check::check(&set, &options, &|bytes| bar.inc(bytes));
+        bar.finish_and_clear();
+        if let Some(status) = signals.end(&result, "Nothing was found out yet.") {
+            return Ok(status);
+        }
+        report = Some(result?);
     }
-    Ok(ExitCode::SUCCESS)
+    let ok = report.as_ref().is_none_or(check::Report::ok);
+    if args.json {
+        print_json(&Inspected { description, check: report })?;
+    } else {
+        let found = report.map(|report| format!("\n{}", report.render())).unwrap_or_default();
+        print(&format!("{}{found}", description.render(args.tensors)))?;
+    }
+    Ok(if ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }
 
 fn opening(choices: &ReadChoices, on_map: fn(&Path, Range<usize>)) -> OpenOptions {
@@ -121,6 +145,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         allow_nonfinite: args.allow_nonfinite,
         track_reads: args.track_reads,
+        hash_source: args.hash_source,
         cancel: Some(signals.cancel()),
         ..engine::Options::default()
     };
