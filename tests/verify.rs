@@ -15,7 +15,7 @@ use ggshard::verify::{Options, Report, What, verify};
 use ggshard::{Error, Result};
 use proptest::prelude::*;
 
-const ALL: Options = Options { rank: None, threads: 2 };
+const ALL: Options = Options { rank: None, threads: 2, cancel: None };
 
 type Shapes<'a> = &'a [(&'a str, Dtype, &'a [u64])];
 
@@ -205,7 +205,7 @@ const PART: &str = "model-rank-1-part-0.safetensors";
 fn intact_passes() {
     let folder = Folder::new();
     for threads in [0, 1, 5] {
-        let report = verify(folder.dir.path(), Options { rank: None, threads }).unwrap();
+        let report = verify(folder.dir.path(), Options { rank: None, threads, ..ALL }).unwrap();
         assert!(report.ok(), "{report}");
         assert_eq!((report.files, report.tensors), (8, 11));
         let listed =
@@ -414,7 +414,7 @@ fn one_rank_needs_only_its_own_files() {
     let folder = Folder::new();
     fs::remove_file(folder.path("model-rank-0-part-0.safetensors")).unwrap();
     folder.edit("model-rank-0-part-1.safetensors", |bytes| bytes.push(1));
-    let rank = |rank| verify(folder.dir.path(), Options { rank: Some(rank), threads: 1 });
+    let rank = |rank| verify(folder.dir.path(), Options { rank: Some(rank), threads: 1, ..ALL });
     let report = rank(1).unwrap();
     assert!(report.ok(), "{report}");
     assert_eq!((report.files, report.tensors, report.rank), (6, 6, Some(1)));

@@ -21,6 +21,7 @@ def convert(
     threads: int,
     config: Optional[_Path],
     allow_nonfinite: bool,
+    io: str,
     progress: Optional[_Progress],
 ) -> dict[str, Any]: ...
 def verify(

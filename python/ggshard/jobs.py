@@ -57,6 +57,7 @@ def convert(
     threads: int = 0,
     config: Optional[Path] = None,
     allow_nonfinite: bool = False,
+    io: str = "auto",
     progress: Optional[Progress] = None,
 ) -> dict[str, Any]:
     """Writes the files of all ranks, or of ``ranks``, into the folder ``out``, which is created or must be empty.
@@ -73,13 +74,15 @@ def convert(
     :param threads: number of threads; 0 for one per CPU
     :param config: the model's ``config.json``, or a folder that holds it and tokenizer files
     :param allow_nonfinite: let NaN, infinite and overflowing values through; they are counted
+    :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
+        that becomes shorter ends the process
     :param progress: told how far it is
 
     All or nothing: on any error, on Ctrl-C, and when ``progress`` raises before everything is done, nothing remains in
     ``out``.
     """
     choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
-    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, progress)
+    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, io, progress)
 
 
 def verify(

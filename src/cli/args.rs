@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
 use ggshard::dequant::FloatType;
+use ggshard::gguf::Io;
 use ggshard::mapping::MtpPolicy;
 
 /// Turns GGUF models into pre-sharded, per-rank tensor-parallel safetensors, and proves that every tensor is placed.
@@ -48,12 +49,52 @@ pub enum Command {
 pub struct Inspect {
     /// A GGUF file, any part of a split set, or a folder that holds one set.
     pub source: PathBuf,
+    #[command(flatten)]
+    pub read: ReadChoices,
     /// List every tensor.
     #[arg(long)]
     pub tensors: bool,
+    /// Read every value: count those that are NaN or infinite and find tensors of zeros. Exit status 1 if any is not finite.
+    #[arg(long)]
+    pub check: bool,
+    /// With --check: give the BLAKE3 of every file, in the same pass.
+    #[arg(long, requires = "check")]
+    pub hash: bool,
+    /// Number of threads for --check. Default: one per CPU.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub threads: usize,
     /// Print one JSON document.
     #[arg(long)]
     pub json: bool,
+}
+
+/// How a source is read.
+#[derive(Debug, clap::Args)]
+pub struct ReadChoices {
+    /// How the source's bytes are fetched. It changes no byte of the output.
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub io: IoArg,
+}
+
+/// How bytes are fetched.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum IoArg {
+    /// Mapped into memory: no copy, but whatever happens to the file ends the program.
+    Mmap,
+    /// Read into buffers.
+    Pread,
+    /// Mapped on local file systems, read on network ones; part by part.
+    Auto,
+}
+
+impl From<IoArg> for Io {
+    fn from(arg: IoArg) -> Self {
+        match arg {
+            IoArg::Mmap => Io::Mmap,
+            IoArg::Pread => Io::Pread,
+            IoArg::Auto => Io::MmapIfLocal,
+        }
+    }
 }
 
 /// The choices that make a plan.
@@ -91,6 +132,8 @@ pub struct PlanChoices {
     /// Begin a new file at this size, as in 5G, 500M or 1GiB (G and GiB are 2^30 bytes, GB is 10^9).
     #[arg(long, value_name = "SIZE", default_value = "5G", value_parser = size)]
     pub part_size: u64,
+    #[command(flatten)]
+    pub read: ReadChoices,
 }
 
 /// `ggshard plan`
@@ -138,6 +181,9 @@ pub struct Convert {
     /// the GGUF. Default: derived from the GGUF.
     #[arg(long, value_name = "FILE|DIR")]
     pub config: Option<PathBuf>,
+    /// Record the BLAKE3 of every file of the source in the manifest. All of it is read, once.
+    #[arg(long)]
+    pub hash_source: bool,
     /// Remember every range fetched from the source and report repetitions (costs memory).
     #[arg(long, hide = true)]
     pub track_reads: bool,
@@ -170,6 +216,8 @@ pub struct Verify {
     /// Recompute every tensor from this source and compare every byte.
     #[arg(long, value_name = "SRC")]
     pub source: Option<PathBuf>,
+    #[command(flatten)]
+    pub read: ReadChoices,
     /// Compare with an original checkpoint of the same model: exactly, or by relative RMS.
     #[arg(long, value_name = "HF_DIR")]
     pub reference: Option<PathBuf>,

@@ -1,19 +1,23 @@
 //! The commands.
 
 use std::io::Write;
+use std::ops::Range;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::CommandFactory;
+use ggshard::check;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
-use ggshard::gguf::{Description, GgufSet};
+use ggshard::gguf::{Description, GgufSet, OpenOptions};
 use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
 
-use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, Seal, Verify};
-use super::{library, page, progress};
+use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Seal, Verify};
+use super::signals::Signals;
+use super::{library, page, progress, sigbus, signals};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -44,15 +48,42 @@ pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
     print(&text)
 }
 
+/// What `inspect --json` prints.
+#[derive(Serialize)]
+struct Inspected {
+    #[serde(flatten)]
+    description: Description,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    check: Option<check::Report>,
+}
+
 fn inspect(args: &Inspect) -> Result<ExitCode> {
-    let set = GgufSet::open(&args.source)?;
+    let set = GgufSet::open_with(&args.source, opening(&args.read, sigbus::reading))?;
     let description = Description::from_set(&set);
-    if args.json {
-        print_json(&description)?;
-    } else {
-        print(&description.render(args.tensors))?;
+    let mut report = None;
+    if args.check {
+        let signals = Signals::heed()?;
+        let options = check::Options { hash: args.hash, threads: args.threads, cancel: Some(signals.cancel()) };
+        let bar = progress::bytes(check::bytes(&set), "checking");
+        let result = check::check(&set, &options, &|bytes| bar.inc(bytes));
+        bar.finish_and_clear();
+        if let Some(status) = signals.end(&result, "Nothing was found out yet.") {
+            return Ok(status);
+        }
+        report = Some(result?);
     }
-    Ok(ExitCode::SUCCESS)
+    let ok = report.as_ref().is_none_or(check::Report::ok);
+    if args.json {
+        print_json(&Inspected { description, check: report })?;
+    } else {
+        let found = report.map(|report| format!("\n{}", report.render())).unwrap_or_default();
+        print(&format!("{}{found}", description.render(args.tensors)))?;
+    }
+    Ok(if ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+fn opening(choices: &ReadChoices, on_map: fn(&Path, Range<usize>)) -> OpenOptions {
+    OpenOptions { io: choices.io.into(), on_map: Some(on_map), ..OpenOptions::default() }
 }
 
 fn request(choices: &PlanChoices) -> Request {
@@ -71,7 +102,8 @@ fn request(choices: &PlanChoices) -> Request {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
+    let opening = OpenOptions { header_only: args.header_only, ..opening(&args.choices.read, sigbus::reading) };
+    let planned = convert::plan_set(GgufSet::open_with(&args.choices.source, opening)?, &request(&args.choices))?;
     // Whatever `convert` would refuse about the config, it refuses here.
     convert::extras(&planned, None)?;
     if let Some(path) = &args.html {
@@ -97,7 +129,9 @@ fn picture(planned: &Planned) -> Picture {
 }
 
 fn convert(args: &Convert) -> Result<ExitCode> {
-    let planned = convert::plan(&args.choices.source, &request(&args.choices), false)?;
+    let signals = Signals::heed()?;
+    let set = GgufSet::open_with(&args.choices.source, opening(&args.choices.read, sigbus::converting))?;
+    let planned = convert::plan_set(set, &request(&args.choices))?;
     let Planned { plan, mapping, .. } = &planned;
     tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
     let extras = convert::extras(&planned, args.config.as_deref())?;
@@ -112,6 +146,8 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         allow_nonfinite: args.allow_nonfinite,
         track_reads: args.track_reads,
+        hash_source: args.hash_source,
+        cancel: Some(signals.cancel()),
         ..engine::Options::default()
     };
     options.tile_bytes = args.tile_size.unwrap_or(options.tile_bytes);
@@ -125,6 +161,9 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     };
     let result = convert::convert(&planned, output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
+    if let Some(status) = signals.end(&result, signals::how_to_resume()) {
+        return Ok(status);
+    }
     let report = result?;
     for (name, (nan, inf, overflow)) in &report.nonfinite {
         tracing::warn!("tensor '{name}': {nan} NaN, {inf} infinite, {overflow} overflowed values were let through");
@@ -175,9 +214,11 @@ fn seal(args: &Seal) -> Result<ExitCode> {
 }
 
 fn verify(args: &Verify) -> Result<ExitCode> {
-    let options = verify::Options { rank: args.rank, threads: args.threads };
+    let signals = Signals::heed()?;
+    let options = verify::Options { rank: args.rank, threads: args.threads, cancel: Some(signals.cancel()) };
     let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
-    let against = verify::Against { source: args.source.as_deref(), reference };
+    let against =
+        verify::Against { source: args.source.as_deref(), open: opening(&args.read, sigbus::reading), reference };
     let bar = progress::bytes(0, "verifying");
     let result = verify::verify_against(&args.folder, options, against, &|step| match step {
         verify::Step::Begin { check, bytes } => {
@@ -188,6 +229,9 @@ fn verify(args: &Verify) -> Result<ExitCode> {
         verify::Step::Bytes(bytes) => bar.inc(bytes),
     });
     bar.finish_and_clear();
+    if let Some(status) = signals.end(&result, "Nothing was found out yet.") {
+        return Ok(status);
+    }
     let report = result?;
     let text = if args.json { report.to_json()? } else { report.to_string() };
     print(&format!("{text}\n"))?;

@@ -12,7 +12,7 @@ pub use run::{Output, Report, Sealed, convert, seal};
 
 use crate::dequant::FloatType;
 use crate::error::Result;
-use crate::gguf::GgufSet;
+use crate::gguf::{GgufSet, OpenOptions};
 use crate::mapping::{self, Mapping, MtpPolicy, Profile};
 use crate::output::filename;
 use crate::plan::{Plan, PlanRequest, Policy};
@@ -78,7 +78,11 @@ pub struct Planned {
 
 /// Opens a source and plans its conversion. With `header_only` the source's data need not be there.
 pub fn plan(source: &Path, request: &Request, header_only: bool) -> Result<Planned> {
-    let set = if header_only { GgufSet::open_header_only(source)? } else { GgufSet::open(source)? };
+    plan_set(GgufSet::open_with(source, OpenOptions { header_only, ..OpenOptions::default() })?, request)
+}
+
+/// Plans the conversion of an open source.
+pub fn plan_set(set: GgufSet, request: &Request) -> Result<Planned> {
     set.refuse_nonmodel()?;
     let mapping = match &request.mapping {
         Some(name) => Mapping::load(name)?,

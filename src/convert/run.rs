@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::{Extras, Planned, metadata, record};
-use crate::engine::{self, Engine, Outcome};
+use crate::engine::{self, Engine, Observer, Outcome};
 use crate::error::{Error, Fault, Result};
 use crate::output::folder::{Claim, Claimed};
 use crate::output::manifest::{Manifest, Parameter};
 use crate::output::work::{Record, Work};
-use crate::output::{Digest, OutputFolder, Writer, space};
+use crate::output::{Digest, OutputFolder, SourceHasher, Writer, space};
 use crate::plan::Plan;
 
 /// Room that is left for the manifest and the small files when free space is checked.
@@ -183,9 +183,15 @@ impl Job<'_> {
         check_space(folder.path(), plan, &wanted)?;
         let writer = Writer::new(plan, folder, &wanted, &metadata(env!("CARGO_PKG_VERSION")))?;
         let skip = finished.iter().map(|index| *index as u32).collect();
-        let engine = Engine::new(plan, set, engine::Options { skip, ..options.clone() });
+        let hasher = options.hash_source.then(|| SourceHasher::new(set));
+        let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
+        let engine = Engine::new(plan, set, engine::Options { skip, ..options.clone() }).observed(observer);
         let outcome = engine.run(&writer, progress)?;
         writer.finish()?;
+        if let Some(hasher) = hasher {
+            let digests = hasher.finish(options.threads, options.cancel.as_deref())?;
+            folder.work().write_source_digests(record, &digests)?;
+        }
         self.check_source()?;
         options.check_cancel()?;
         Ok((outcome, finished.len()))

@@ -15,10 +15,21 @@ mod run;
 mod tile;
 
 pub use reads::Reads;
+pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};
+
+use std::ops::Range;
 
 use crate::dequant::Nonfinite;
 use crate::error::Result;
+
+/// Sees which bytes of the source are needed, before they are read.
+pub trait Observer: Sync {
+    /// A worker is about to read a byte range of a part's file. It lends a buffer, whose content is of no meaning.
+    ///
+    /// Ranges come in any order and from any worker.
+    fn before(&self, part: usize, range: Range<u64>, buffer: &mut Vec<u8>) -> Result<()>;
+}
 
 /// Takes the finished bytes.
 pub trait Sink: Sync {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::job::{Job, Output, Read, Wanted, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
-use super::{Reads, Sink};
+use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
@@ -33,6 +33,8 @@ pub struct Options {
     pub track_reads: bool,
     /// The best instruction set that may be used.
     pub simd: Simd,
+    /// Whether a conversion records the BLAKE3 of every part of the source, for which it reads all of it.
+    pub hash_source: bool,
     /// Set by whoever wants the work to stop: it ends with [`Error::Cancelled`] within a tile per worker.
     pub cancel: Option<Arc<AtomicBool>>,
 }
@@ -40,10 +42,15 @@ pub struct Options {
 impl Options {
     /// Refuses to go on once [`Options::cancel`] is set.
     pub(crate) fn check_cancel(&self) -> Result<()> {
-        match &self.cancel {
-            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
-            _ => Ok(()),
-        }
+        check_cancel(self.cancel.as_deref())
+    }
+}
+
+/// Refuses to go on once the flag is set.
+pub(crate) fn check_cancel(cancel: Option<&AtomicBool>) -> Result<()> {
+    match cancel {
+        Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
+        Some(_) | None => Ok(()),
     }
 }
 
@@ -58,6 +65,7 @@ impl Default for Options {
             allow_nonfinite: false,
             track_reads: false,
             simd: Simd::detect(),
+            hash_source: false,
             cancel: None,
         }
     }
@@ -77,12 +85,18 @@ pub struct Engine<'a> {
     plan: &'a Plan,
     set: &'a GgufSet,
     options: Options,
+    observer: Option<&'a dyn Observer>,
 }
 
 impl<'a> Engine<'a> {
     /// Binds a plan to the set that it was made for.
     pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
-        Engine { plan, set, options }
+        Engine { plan, set, options, observer: None }
+    }
+
+    /// Has an observer see what is needed of the source.
+    pub fn observed(self, observer: Option<&'a dyn Observer>) -> Self {
+        Engine { observer, ..self }
     }
 
     /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
@@ -103,6 +117,7 @@ impl<'a> Engine<'a> {
             plan,
             set: self.set,
             sink,
+            observer: self.observer,
             reads: &reads,
             simd: self.options.simd,
             decoders: &decoders,
@@ -239,7 +254,7 @@ impl Queue<'_> {
                 self.param += 1;
                 continue;
             }
-            self.ahead.advance(self.engine, self.param);
+            self.ahead.advance(self.engine, self.param, self.wanted);
             let target = self.engine.options.tile_bytes.max(1) / param.dtype.bytes();
             let index = self.param as u32;
             let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
@@ -281,10 +296,10 @@ struct Ahead {
 }
 
 impl Ahead {
-    fn advance(&mut self, engine: &Engine<'_>, current: usize) {
+    fn advance(&mut self, engine: &Engine<'_>, current: usize, wanted: &Wanted) {
         let plan = engine.plan;
         if self.param > current {
-            self.pending -= self.pending.min(spans(plan, current).map(|(_, r)| r.end - r.start).sum());
+            self.pending -= self.pending.min(spans(plan, current, wanted).map(|(_, r)| r.end - r.start).sum());
         }
         self.param = self.param.max(current);
         while self.pending < engine.options.readahead.max(1) && self.param < plan.params.len() {
@@ -292,7 +307,7 @@ impl Ahead {
                 self.param += 1;
                 continue;
             }
-            for (source, range) in spans(plan, self.param) {
+            for (source, range) in spans(plan, self.param, wanted) {
                 let tensor = &engine.set.tensors()[source as usize];
                 let range = tensor.offset + range.start..tensor.offset + range.end;
                 self.pending += range.end - range.start;
@@ -306,10 +321,11 @@ impl Ahead {
     }
 }
 
-/// The byte range of each source that a parameter reads, over all ranks.
-fn spans(plan: &Plan, param: usize) -> impl Iterator<Item = (u32, Range<u64>)> {
+/// The byte range of each source that a parameter reads, over the wanted slices.
+fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u32, Range<u64>)> {
     let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
-    for slice in &plan.params[param].slices {
+    let slices = plan.params[param].slices.iter().enumerate();
+    for (_, slice) in slices.filter(|(rank, slice)| wanted.holds(*rank, slice)) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
             let ty = plan.sources[region.source as usize].ty;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::job::{Job, Output, Read};
-use super::{Reads, Sink};
+use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
@@ -76,6 +76,10 @@ pub(super) struct Scratch {
     decoded: Vec<u8>,
     floats: Vec<f32>,
     out: Vec<u8>,
+    /// What is read from a source that is not mapped.
+    source: Vec<u8>,
+    /// The scale that was read last: source, element and value.
+    scale: Option<(u32, u64, f32)>,
 }
 
 /// What tiles need to know.
@@ -83,6 +87,7 @@ pub(super) struct Context<'a> {
     pub plan: &'a Plan,
     pub set: &'a GgufSet,
     pub sink: &'a dyn Sink,
+    pub observer: Option<&'a dyn Observer>,
     pub reads: &'a Reads,
     pub simd: Simd,
     /// A decoder per source, none for types without one.
@@ -269,10 +274,12 @@ impl Context<'_> {
         let (block, block_bytes) = (ty.block(), ty.block_bytes());
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
-        let data = self.set.data(source as usize)?;
-        let bytes = data.get(range.start as usize..range.end as usize).ok_or_else(|| {
-            Fault::new(format!("bytes {range:?} of {} are needed", data.len())).tensor(&tensor.name).audit()
-        })?;
+        let scale = op.scale.map(|(source, element)| self.scale(source, element, scratch)).transpose()?;
+        if let Some(observer) = self.observer {
+            let place = tensor.offset + range.start..tensor.offset + range.end;
+            observer.before(tensor.part, place, &mut scratch.source)?;
+        }
+        let bytes = self.set.read(source as usize, range.clone(), &mut scratch.source)?;
         let skipped = (elements.start - blocks.start * block) as usize;
         let Some(float) = float_type(dtype) else {
             // Handed on as it is: blocks of one element.
@@ -288,26 +295,30 @@ impl Context<'_> {
         scratch.floats.resize(((blocks.end - blocks.start) * block) as usize, 0.0);
         decoder.to_f32(bytes, &mut scratch.floats);
         let values = &mut scratch.floats[skipped..skipped + n];
-        self.apply(op, values)?;
-        Ok(convert(values, float, self.simd, &mut scratch.decoded[at]))
-    }
-
-    fn apply(&self, op: ValueOp, values: &mut [f32]) -> Result<()> {
-        if let Some((source, element)) = op.scale {
-            let data = self.set.data(source as usize)?;
-            let at = element as usize * 4;
-            let bytes = data.get(at..at + 4).and_then(|b| b.try_into().ok()).ok_or_else(|| {
-                Fault::new(format!("scale {element} is outside the tensor"))
-                    .tensor(&self.set.tensors()[source as usize].name)
-                    .audit()
-            })?;
-            let scale = f32::from_le_bytes(bytes);
+        if let Some(scale) = scale {
             values.iter_mut().for_each(|v| *v *= scale);
         }
         if let Some(constant) = op.add {
             values.iter_mut().for_each(|v| *v += constant);
         }
-        Ok(())
+        Ok(convert(values, float, self.simd, &mut scratch.decoded[at]))
+    }
+
+    /// An element of a source of scales. Rows of a tensor share one, so the last is kept.
+    fn scale(&self, source: u32, element: u64, scratch: &mut Scratch) -> Result<f32> {
+        if let Some((s, e, value)) = scratch.scale
+            && (s, e) == (source, element)
+        {
+            return Ok(value);
+        }
+        let bytes = self.set.read(source as usize, element * 4..element * 4 + 4, &mut scratch.source)?;
+        let value = bytes.try_into().map(f32::from_le_bytes).map_err(|_| {
+            Fault::new(format!("{} bytes for a scale", bytes.len()))
+                .tensor(&self.set.tensors()[source as usize].name)
+                .audit()
+        })?;
+        scratch.scale = Some((source, element, value));
+        Ok(value)
     }
 
     /// Hands an output the columns that it takes of the decoded rows.

@@ -1,6 +1,7 @@
 //! One file, mapped read-only into memory. The only `unsafe` of this layer.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::io::ErrorKind;
 use std::ops::{Deref, Range};
 use std::path::Path;
 
@@ -30,36 +31,46 @@ enum Bytes {
     Owned(Vec<u8>),
 }
 
+/// Opens a regular file and gives its length.
+pub(super) fn regular(path: &Path) -> Result<(File, u64)> {
+    let length = |meta: &Metadata| {
+        if meta.is_file() {
+            return Ok(meta.len());
+        }
+        let fault = Fault::new("not a regular file").file(path).expected("a GGUF file on disk");
+        Err(fault.remedy("Pipes and devices have no length to check; save the model to a file first.").unsupported())
+    };
+    // Asked before it is opened: opening a pipe would wait for a writer.
+    length(&std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?)?;
+    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    let bytes = length(&file.metadata().map_err(|e| Error::io("read the size of", path, e))?)?;
+    Ok((file, bytes))
+}
+
 impl Map {
     /// Maps a regular file. An empty file, which cannot be mapped, gives no bytes.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-        let meta = file.metadata().map_err(|e| Error::io("read the size of", path, e))?;
-        if !meta.is_file() {
-            let fault = Fault::new("not a regular file").file(path).expected("a GGUF file on disk");
-            return Err(fault
-                .remedy("Pipes and devices cannot be mapped; save the model to a file first.")
-                .unsupported());
-        }
-        if meta.len() == 0 {
+        let (file, bytes) = regular(path)?;
+        Self::of(path, &file, bytes)
+    }
+
+    /// Maps an open file of so many bytes.
+    pub(super) fn of(path: &Path, file: &File, bytes: u64) -> Result<Self> {
+        if bytes == 0 {
             return Ok(Map(Bytes::Owned(Vec::new())));
         }
+        let length = usize::try_from(bytes).map_err(|_| Error::io("map", path, ErrorKind::FileTooLarge.into()))?;
         // SAFETY: the map is read-only and private to this type, which hands out `&[u8]` bounded by its own lifetime.
         // What no process can rule out is another one that writes to or truncates the file meanwhile. Truncation ends
         // this process with SIGBUS, which no output survives as a checkpoint; changed bytes are only ever read as
         // plain bytes (every later use of a length or offset is checked again), so no type invariant hangs on them.
-        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| Error::io("map", path, e))?;
-        Ok(Map(Bytes::Mapped(map)))
+        let map = unsafe { memmap2::MmapOptions::new().len(length).map(file) };
+        Ok(Map(Bytes::Mapped(map.map_err(|e| Error::io("map", path, e))?)))
     }
 
     /// Bytes already in memory, treated like a file's.
     pub fn from_vec(bytes: Vec<u8>) -> Self {
         Map(Bytes::Owned(bytes))
-    }
-
-    /// Whether the bytes are a file's, not a copy in memory.
-    pub fn is_mapped(&self) -> bool {
-        matches!(self.0, Bytes::Mapped(_))
     }
 
     /// Tells the system what to expect of a byte range. Ranges are cut to the file; bytes in memory need no advice.

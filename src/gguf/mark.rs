@@ -2,11 +2,8 @@
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-
-use crate::error::{Error, Result};
 
 /// Pages that are sampled, and their size in bytes.
 const PAGES: u64 = 64;
@@ -28,18 +25,15 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// The marks of the file at `path`.
-    pub(super) fn of_file(path: &Path) -> Result<Mark> {
-        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-        let status = file.metadata().map_err(|e| Error::io("look at", path, e))?;
+    /// The marks of an open file that had `bytes` bytes when it was opened.
+    pub(super) fn of_file(file: &File, bytes: u64) -> std::io::Result<Mark> {
+        let status = file.metadata()?;
         let mut hasher = blake3::Hasher::new();
         let mut page = [0; PAGE as usize];
-        // Each sample is one page: without this, the system would read on behind it.
-        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
-        for at in samples(status.len()) {
-            let bytes = &mut page[..PAGE.min(status.len() - at) as usize];
-            file.read_exact_at(bytes, at).map_err(|e| Error::io("read", path, e))?;
-            hasher.update(bytes);
+        for at in samples(bytes) {
+            let page = &mut page[..PAGE.min(bytes - at) as usize];
+            file.read_exact_at(page, at)?;
+            hasher.update(page);
         }
         let samples = hasher.finalize().to_hex().to_string();
         Ok(Mark { modified: (status.mtime(), status.mtime_nsec()), inode: status.ino(), samples })
@@ -79,11 +73,12 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("a");
         std::fs::write(&path, vec![1; 1 << 20]).unwrap();
-        let first = Mark::of_file(&path).unwrap();
-        assert_eq!(first, Mark::of_file(&path).unwrap());
+        let mark = || Mark::of_file(&File::open(&path).unwrap(), 1 << 20).unwrap();
+        let first = mark();
+        assert_eq!(first, mark());
         std::fs::write(temp.path().join("b"), vec![2; 1 << 20]).unwrap();
         std::fs::rename(temp.path().join("b"), &path).unwrap();
-        let second = Mark::of_file(&path).unwrap();
+        let second = mark();
         assert!(second.samples != first.samples && second.inode != first.inode);
     }
 }

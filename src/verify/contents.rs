@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Finding, Options, Report, Step, What};
+use crate::engine::check_cancel;
 use crate::error::{Error, Result};
 use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
@@ -69,6 +70,7 @@ struct Checker<'m> {
     queue: Mutex<Queue<'m>>,
     results: Mutex<Results>,
     progress: &'m (dyn Fn(Step) + Sync),
+    cancel: Option<&'m AtomicBool>,
     /// Which file has a digest, to recognise files that were swapped.
     owners: HashMap<Digest, &'m str>,
 }
@@ -86,7 +88,7 @@ struct Results {
 pub(super) fn check(
     dir: &Path,
     manifest: &Manifest,
-    options: Options,
+    options: &Options,
     progress: &(dyn Fn(Step) + Sync),
     report: &mut Report,
 ) -> Result<()> {
@@ -100,7 +102,7 @@ pub(super) fn check(
     });
     let targets: Vec<Target<'_>> = weights.chain(others).collect();
     progress(Step::Begin { check: "folder", bytes: targets.iter().map(|target| target.bytes).sum() });
-    let results = check_targets(dir, manifest, &targets, Depth::Contents, options.threads, progress)?;
+    let results = check_targets(dir, manifest, &targets, Depth::Contents, options, progress)?;
     report.findings.extend(results.findings.into_iter().map(|(_, finding)| finding));
     report.files += results.files;
     report.tensors += results.tensors;
@@ -126,7 +128,8 @@ pub(crate) fn check_files(
     threads: usize,
 ) -> Result<Vec<Finding>> {
     let targets: Vec<Target<'_>> = files.iter().map(|file| Target::of(file)).collect();
-    let results = check_targets(dir, manifest, &targets, depth, threads, &|_| {})?;
+    let options = Options { threads, ..Options::default() };
+    let results = check_targets(dir, manifest, &targets, depth, &options, &|_| {})?;
     Ok(results.findings.into_iter().map(|(_, finding)| finding).collect())
 }
 
@@ -135,7 +138,7 @@ fn check_targets<'m>(
     manifest: &'m Manifest,
     targets: &'m [Target<'m>],
     depth: Depth,
-    threads: usize,
+    options: &'m Options,
     progress: &'m (dyn Fn(Step) + Sync),
 ) -> Result<Results> {
     let checker = Checker {
@@ -143,9 +146,10 @@ fn check_targets<'m>(
         queue: Mutex::new(Queue { targets: targets.iter().enumerate(), current: None }),
         results: Mutex::default(),
         progress,
+        cancel: options.cancel.as_deref(),
         owners: manifest.files.iter().map(|file| (file.blake3, file.name.as_str())).collect(),
     };
-    on_threads(threads, || match depth {
+    on_threads(options.threads, || match depth {
         Depth::Headers => checker.look(),
         Depth::Contents => checker.work(),
     });
@@ -165,7 +169,7 @@ impl<'m> Checker<'m> {
             let len = TILE.min(reading.target.bytes - offset);
             let tile = &mut buffer[..len as usize];
             let hashed = match reading.file.read_exact_at(tile, offset) {
-                Ok(()) => reading.hash(offset, tile),
+                Ok(()) => check_cancel(self.cancel).and_then(|()| reading.hash(offset, tile)),
                 Err(e) => {
                     if !reading.unreadable.swap(true, Ordering::Relaxed) {
                         self.find(reading.number, unreadable(reading.target, &e));
