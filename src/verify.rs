@@ -20,6 +20,8 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{Fault, Result};
 use crate::output::filename;
@@ -37,12 +39,25 @@ pub(crate) use contents::{Depth, check_files, lock, on_threads};
 pub use report::{Distance, Finding, Report, Summary, What};
 
 /// What to check, and with how many threads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Check only the files that this rank loads; those of other ranks may be absent.
     pub rank: Option<u32>,
     /// Number of threads that read and hash; 0 for one per CPU.
     pub threads: usize,
+    /// Set by whoever wants the check to stop: it ends with [`Error::Cancelled`](crate::Error::Cancelled) within a tile or
+    /// a tensor per thread.
+    pub cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Options {
+    /// Refuses to go on once [`Options::cancel`] is set.
+    fn check_cancel(&self) -> Result<()> {
+        match &self.cancel {
+            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What a checkpoint is compared with, beside its own manifest.
@@ -117,17 +132,17 @@ pub fn verify_against(
     let mut report = Report::new(options.rank);
     report.checks.push("folder".into());
     check_folder(dir, &manifest, &mut report)?;
-    contents::check(dir, &manifest, options, progress, &mut report)?;
+    contents::check(dir, &manifest, &options, progress, &mut report)?;
     check_sums(dir, &Sums::of(&manifest, &bytes), &mut report);
     index::check(dir, &manifest, &mut report);
     if report.tensors == 0 {
         report.push(Finding::new(filename::MANIFEST, What::NothingChecked));
     }
     if let Some(source) = source {
-        source.check(dir, &manifest, options, progress, &mut report)?;
+        source.check(dir, &manifest, &options, progress, &mut report)?;
     }
     if let Some(reference) = reference {
-        reference.check(dir, &manifest, options, progress, &mut report)?;
+        reference.check(dir, &manifest, &options, progress, &mut report)?;
     }
     Ok(report)
 }

@@ -99,7 +99,7 @@ def verify(
     :param rank: check only what this rank loads
     :param max_rms: the largest relative RMS difference from the reference that passes
 
-    On Ctrl-C it raises at once; the threads that read and hash end with the check or the process.
+    Ctrl-C and whatever ``progress`` raises end it, and its threads, within a tile or a tensor of each.
     """
     return _ggshard.verify(dir, source, reference, rank, max_rms, threads, progress)
 

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::errors::raise;
 use crate::json::to_dict;
-use crate::watch::{self, Interrupted};
+use crate::watch;
 
 /// The output type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
@@ -106,7 +106,7 @@ pub fn convert(
         return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
     }
     let ranks = ranks.unwrap_or_default();
-    let report = watch::run(py, progress, Interrupted::Awaited, move |meter| {
+    let report = watch::run(py, progress, move |meter| {
         let planned = conversion::plan(&src, &request, false)?;
         let extras = conversion::extras(&planned, config.as_deref())?;
         let wanted = planned.plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank));
@@ -138,10 +138,11 @@ pub fn verify(
     if !(max_rms.is_finite() && max_rms >= 0.0) {
         return Err(PyValueError::new_err(format!("max_rms is {max_rms}; expected a number from 0 up")));
     }
-    let report = watch::run(py, progress, Interrupted::Abandoned, move |meter| {
+    let report = watch::run(py, progress, move |meter| {
         let reference = reference.as_deref().map(|folder| Reference { folder, max_rms });
         let against = Against { source: source.as_deref(), reference };
-        verification::verify_against(&dir, verification::Options { rank, threads }, against, &|step| match step {
+        let options = verification::Options { rank, threads, cancel: Some(meter.cancel.clone()) };
+        verification::verify_against(&dir, options, against, &|step| match step {
             Step::Begin { bytes, .. } => {
                 meter.total.fetch_add(bytes, Ordering::Relaxed);
             }

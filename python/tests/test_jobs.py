@@ -173,6 +173,42 @@ def test_ctrl_c_ends_the_conversion_and_leaves_nothing(large, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+CHECKED = """
+import ggshard, sys
+begun = False
+def tell(*_):
+    global begun
+    if not begun:
+        print("working", flush=True)
+    begun = True
+try:
+    ggshard.verify(sys.argv[1], source=sys.argv[2], threads=1, progress=tell)
+except KeyboardInterrupt:
+    with open("/proc/self/status") as status:
+        print(next(line.split()[1] for line in status if line.startswith("Threads:")))
+"""
+
+
+def test_ctrl_c_ends_a_check_and_its_threads(large, tmp_path):
+    ggshard.convert(large, tmp_path / "out", tp=1, mapping="raw")
+    process = subprocess.Popen([sys.executable, "-c", CHECKED, tmp_path / "out", large], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and rest == "1\n", rest
+
+
+def test_what_progress_raises_ends_a_check(large, tmp_path):
+    ggshard.convert(large, tmp_path / "out", tp=1, mapping="raw")
+
+    def stop(done, total):
+        assert done < total
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        ggshard.verify(tmp_path / "out", source=large, threads=1, progress=stop)
+
+
 def test_the_interpreter_is_free_meanwhile(large, tmp_path):
     counted = 0
     done = threading.Event()

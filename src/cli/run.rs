@@ -141,7 +141,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
 }
 
 fn verify(args: &Verify) -> Result<ExitCode> {
-    let options = verify::Options { rank: args.rank, threads: args.threads };
+    let options = verify::Options { rank: args.rank, threads: args.threads, ..verify::Options::default() };
     let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
     let against = verify::Against { source: args.source.as_deref(), reference };
     let bar = progress::bytes(0, "verifying");

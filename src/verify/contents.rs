@@ -65,6 +65,7 @@ struct Queue<'m> {
 
 struct Checker<'m> {
     dir: &'m Path,
+    options: &'m Options,
     queue: Mutex<Queue<'m>>,
     results: Mutex<Results>,
     progress: &'m (dyn Fn(Step) + Sync),
@@ -85,7 +86,7 @@ struct Results {
 pub(super) fn check(
     dir: &Path,
     manifest: &Manifest,
-    options: Options,
+    options: &Options,
     progress: &(dyn Fn(Step) + Sync),
     report: &mut Report,
 ) -> Result<()> {
@@ -99,7 +100,7 @@ pub(super) fn check(
     });
     let targets: Vec<Target<'_>> = weights.chain(others).collect();
     progress(Step::Begin { check: "folder", bytes: targets.iter().map(|target| target.bytes).sum() });
-    let results = check_targets(dir, manifest, &targets, Depth::Contents, options.threads, progress)?;
+    let results = check_targets(dir, manifest, &targets, Depth::Contents, options, progress)?;
     report.findings.extend(results.findings.into_iter().map(|(_, finding)| finding));
     report.files += results.files;
     report.tensors += results.tensors;
@@ -125,7 +126,8 @@ pub(crate) fn check_files(
     threads: usize,
 ) -> Result<Vec<Finding>> {
     let targets: Vec<Target<'_>> = files.iter().map(|file| Target::of(file)).collect();
-    let results = check_targets(dir, manifest, &targets, depth, threads, &|_| {})?;
+    let options = Options { threads, ..Options::default() };
+    let results = check_targets(dir, manifest, &targets, depth, &options, &|_| {})?;
     Ok(results.findings.into_iter().map(|(_, finding)| finding).collect())
 }
 
@@ -134,17 +136,18 @@ fn check_targets<'m>(
     manifest: &'m Manifest,
     targets: &'m [Target<'m>],
     depth: Depth,
-    threads: usize,
+    options: &'m Options,
     progress: &'m (dyn Fn(Step) + Sync),
 ) -> Result<Results> {
     let checker = Checker {
         dir,
+        options,
         queue: Mutex::new(Queue { targets: targets.iter().enumerate(), current: None }),
         results: Mutex::default(),
         progress,
         owners: manifest.files.iter().map(|file| (file.blake3, file.name.as_str())).collect(),
     };
-    on_threads(threads, || match depth {
+    on_threads(options.threads, || match depth {
         Depth::Headers => checker.look(),
         Depth::Contents => checker.work(),
     });
@@ -182,6 +185,10 @@ impl<'m> Checker<'m> {
     fn work(&self) {
         let mut buffer = vec![0; TILE as usize];
         while let Some((reading, offset)) = self.next_tile() {
+            if let Err(error) = self.options.check_cancel() {
+                lock(&self.results).error.get_or_insert(error);
+                return;
+            }
             let len = TILE.min(reading.target.bytes - offset);
             let tile = &mut buffer[..len as usize];
             let hashed = match reading.file.read_exact_at(tile, offset) {

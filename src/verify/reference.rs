@@ -75,7 +75,7 @@ impl Original {
         &self,
         dir: &Path,
         manifest: &Manifest,
-        options: Options,
+        options: &Options,
         progress: &(dyn Fn(Step) + Sync),
         report: &mut Report,
     ) -> Result<()> {
@@ -95,7 +95,7 @@ impl Original {
             while !failed.load(Ordering::Relaxed) {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(task) = tasks.get(index) else { return };
-                let result = worker.compare(task);
+                let result = options.check_cancel().and_then(|()| worker.compare(task));
                 if result.is_err() {
                     failed.store(true, Ordering::Relaxed);
                 }
@@ -157,7 +157,7 @@ impl Original {
     }
 
     /// What can be compared, and what cannot.
-    fn tasks<'a>(&'a self, manifest: &'a Manifest, options: Options) -> (Vec<Task<'a>>, Vec<Finding>) {
+    fn tasks<'a>(&'a self, manifest: &'a Manifest, options: &Options) -> (Vec<Task<'a>>, Vec<Finding>) {
         let mut holders: HashMap<&str, Vec<(&FileEntry, &TensorEntry)>> = HashMap::new();
         let wanted = |file: &&FileEntry| options.rank.is_none() || file.rank.is_none() || file.rank == options.rank;
         for file in manifest.files.iter().filter(wanted) {

@@ -55,7 +55,7 @@ impl Source {
         &self,
         dir: &Path,
         manifest: &Manifest,
-        options: Options,
+        options: &Options,
         progress: &(dyn Fn(Step) + Sync),
         report: &mut Report,
     ) -> Result<()> {
@@ -81,6 +81,7 @@ impl Source {
             threads: options.threads,
             // A value that should not be there is a finding, below, and no reason to stop at the first.
             allow_nonfinite: true,
+            cancel: options.cancel.clone(),
             ..engine::Options::default()
         };
         let comparer = Comparer::new(plan, dir, &ranks, &header_bytes);
