@@ -21,7 +21,7 @@ fn long_header() -> Vec<u8> {
         file = file.entry(format!("key.{i}"), U32, &[1; 4]);
     }
     for i in 0..200 {
-        file = file.tensor(&format!("blk.{i}.weight"), 0, &[4]);
+        file = file.tensor(format!("blk.{i}.weight"), 0, &[4]);
     }
     file.bytes()
 }
