@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """How fast one rank's files come into a process: ggshard, safetensors and plain reads, side by side.
 
-    loading.py FOLDER [--rank 0] [--runs 9] [--threads 0] [--json]
+    loading.py FOLDER [--rank 0] [--runs 9] [--threads 0] [--fresh] [--json]
 
 FOLDER is what `ggshard convert` wrote. Needs ggshard, numpy, ml_dtypes and safetensors 0.8 (PyTorch is used if it is there). The
 files are read once before, so that all of it measures memory and not a disk. In each run every way has its turn, in an order that
 changes; the table has medians, and how many times as long as the fastest way each took.
+
+It matters who brought the files into the page cache, since Linux keeps them in pages of the size that they were asked for in.
+Without --fresh they are as they were found: after a conversion in small pages, as it wrote them. With it they are taken out of
+the page cache, and ggshard reads them in, in pages of 2 MiB where the file system has them.
 
 Ways, each in a process of its own, which is forked for the turn: whatever a way maps or allocates is touched for the first
 time, as in a server that starts. A page that is touched for the first time costs more than its bytes do: "read, reused" is
@@ -118,6 +122,14 @@ WAYS = {
 }
 
 
+def evict(path):
+    """Takes a file out of the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
 def timed(way, a, files):
     """Seconds that a way takes in a fork of this process, from its first to its last step."""
     ours, theirs = os.pipe()
@@ -146,11 +158,16 @@ def main():
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=0, help="of ggshard; 0 for one per CPU")
+    parser.add_argument("--fresh", action="store_true", help="let ggshard bring the files into the page cache first")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     files = ggshard.open_rank(a.folder, a.rank).files
     size = sum(path.stat().st_size for path in files)
     ways = {name: way for name, way in WAYS.items() if way is not safetensors_torch or importlib.util.find_spec("torch")}
+    if a.fresh:
+        for path in files:
+            evict(path)
+        prefetch(a, files)
     read_reused(a, files)
     seconds = {name: [] for name in ways}
     for run in range(a.runs):

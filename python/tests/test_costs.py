@@ -62,7 +62,6 @@ def test_a_rank_is_read_without_the_files_of_another(tmp_path, way):
     others = [p.name for p in everything if p.suffix != ".safetensors" and p.name != "ggshard.json" and cached(p)]
     assert others == [], "the manifest is all that is read beside the rank's files"
     if way != "open":
-        assert all(cached(path) >= path.stat().st_size for path, own in files.items() if own)
         assert mine <= int(done.stdout) <= mine + manifest + len(files) * mmap.PAGESIZE
 
 
