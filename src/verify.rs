@@ -20,8 +20,11 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use crate::error::{Fault, Result};
+use crate::gguf::OpenOptions;
 use crate::output::filename;
 use crate::output::manifest::Manifest;
 use crate::output::sums::Sums;
@@ -33,23 +36,27 @@ mod reference;
 mod report;
 mod source;
 
-pub(crate) use contents::{Depth, check_files, lock, on_threads};
+pub(crate) use contents::{Depth, check_files};
 pub use report::{Distance, Finding, Report, Summary, What};
 
 /// What to check, and with how many threads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Check only the files that this rank loads; those of other ranks may be absent.
     pub rank: Option<u32>,
     /// Number of threads that read and hash; 0 for one per CPU.
     pub threads: usize,
+    /// Set by whoever wants the check to stop: it ends with [`Error::Cancelled`](crate::Error::Cancelled) soon after.
+    pub cancel: Option<Arc<AtomicBool>>,
 }
 
 /// What a checkpoint is compared with, beside its own manifest.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Against<'a> {
     /// The GGUF that it was made from: every byte is made again and compared.
     pub source: Option<&'a Path>,
+    /// How the source is opened.
+    pub open: OpenOptions,
     /// The original checkpoint of the same model.
     pub reference: Option<Reference<'a>>,
 }
@@ -112,22 +119,23 @@ pub fn verify_against(
             .expected(format!("one of {:?}, of {} ranks", manifest.topology.ranks, manifest.topology.tp))
             .checkpoint());
     }
-    let source = against.source.map(|source| source::Source::open(source, &manifest, &path)).transpose()?;
+    let source =
+        against.source.map(|source| source::Source::open(source, against.open, &manifest, &path)).transpose()?;
     let reference = against.reference.map(|r| reference::Original::open(r, &manifest, &path)).transpose()?;
     let mut report = Report::new(options.rank);
     report.checks.push("folder".into());
     check_folder(dir, &manifest, &mut report)?;
-    contents::check(dir, &manifest, options, progress, &mut report)?;
+    contents::check(dir, &manifest, &options, progress, &mut report)?;
     check_sums(dir, &Sums::of(&manifest, &bytes), &mut report);
     index::check(dir, &manifest, &mut report);
     if report.tensors == 0 {
         report.push(Finding::new(filename::MANIFEST, What::NothingChecked));
     }
     if let Some(source) = source {
-        source.check(dir, &manifest, options, progress, &mut report)?;
+        source.check(dir, &manifest, &options, progress, &mut report)?;
     }
     if let Some(reference) = reference {
-        reference.check(dir, &manifest, options, progress, &mut report)?;
+        reference.check(dir, &manifest, &options, progress, &mut report)?;
     }
     Ok(report)
 }

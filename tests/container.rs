@@ -8,6 +8,8 @@ mod attacks;
 mod build;
 #[path = "container/describe.rs"]
 mod describe;
+#[path = "container/reading.rs"]
+mod reading;
 #[path = "container/splits.rs"]
 mod splits;
 
@@ -16,7 +18,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use ggshard::error::{Error, Result};
-use ggshard::gguf::{Advice, GgmlType, GgufSet, Value};
+use ggshard::gguf::{Description, GgmlType, GgufSet, Io, OpenOptions, Value};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
@@ -26,6 +28,35 @@ fn fixtures() -> PathBuf {
 fn containers() -> Vec<PathBuf> {
     let corpus = std::env::var_os("GGSHARD_CORPUS").map(|corpus| Path::new(&corpus).join("container"));
     std::iter::once(fixtures().join("container")).chain(corpus).collect()
+}
+
+/// Opens a path both ways, mapped and read, which must give the same set, with the same bytes, or the same error.
+fn open_with(path: impl AsRef<Path>, header_only: bool) -> Result<GgufSet> {
+    let path = path.as_ref();
+    let [mapped, read] = [Io::Mmap, Io::Pread]
+        .map(|io| GgufSet::open_with(path, OpenOptions { header_only, io, ..OpenOptions::default() }));
+    match (&mapped, &read) {
+        (Err(mapped), Err(read)) => {
+            assert_eq!(mapped.to_string(), read.to_string());
+            assert_eq!(std::mem::discriminant(mapped), std::mem::discriminant(read), "{read}");
+        }
+        (Ok(mapped), Ok(read)) => {
+            assert_eq!(format!("{:?}", Description::from_set(mapped)), format!("{:?}", Description::from_set(read)));
+            for (mapped, read) in mapped.parts().iter().zip(read.parts()) {
+                assert!(!read.is_mapped());
+                assert_eq!(mapped.header_blake3().unwrap(), read.header_blake3().unwrap());
+            }
+            for i in (0..read.tensors().len()).filter(|_| !header_only) {
+                assert_eq!(mapped.data(i).unwrap(), read.data(i).unwrap(), "{}", path.display());
+            }
+        }
+        (mapped, read) => panic!("{}: mapped {mapped:?}, read {read:?}", path.display()),
+    }
+    read
+}
+
+fn open(path: impl AsRef<Path>) -> Result<GgufSet> {
+    open_with(path, false)
 }
 
 /// The error of a refused file, which must name the file.
@@ -49,7 +80,7 @@ fn every_container_file_gets_its_verdict() {
         assert!(verdicts.len() > 60);
         for (name, verdict) in &verdicts {
             let path = folder.join(name);
-            let opened = GgufSet::open(&path);
+            let opened = open(&path);
             match verdict.want.as_str() {
                 "accept" => drop(opened.unwrap_or_else(|e| panic!("{name} ({}): {e}", verdict.note))),
                 "refuse" => drop(refusal(&path, opened)),
@@ -69,14 +100,14 @@ fn what_ggml_accepts_by_its_header_alone_is_accepted_header_only() {
     let folder = fixtures().join("container");
     for name in ["ok-data-truncated-meta.gguf", "ok-metadata-only.gguf"] {
         let path = folder.join(name);
-        assert!(matches!(refusal(&path, GgufSet::open(&path)), Error::Truncated(_)), "{name}");
-        let set = GgufSet::open_header_only(&path).unwrap();
+        assert!(matches!(refusal(&path, open(&path)), Error::Truncated(_)), "{name}");
+        let set = open_with(&path, true).unwrap();
         assert!(set.header_only() && !set.tensors().is_empty());
         let error = set.data(0).unwrap_err();
         assert!(matches!(error, Error::Unsupported(_)) && error.fault().tensor.is_some(), "{error}");
     }
     for name in ["ok-empty.gguf", "ok-dims0.gguf", "ok-ne-zero.gguf", "ok-name-empty.gguf", "ok-align1.gguf"] {
-        let set = GgufSet::open(folder.join(name)).unwrap();
+        let set = open(folder.join(name)).unwrap();
         for (i, tensor) in set.tensors().iter().enumerate() {
             assert_eq!(set.data(i).unwrap().len() as u64, tensor.bytes, "{name}");
             assert_eq!(tensor.rows() * tensor.row_elements(), tensor.elements(), "{name}");
@@ -98,14 +129,14 @@ fn headers_of_whole_models_read_as_planned() {
         let plans: BTreeMap<String, Plan> = serde_json::from_str(&plans).unwrap();
         for (name, plan) in plans {
             let path = folder.join("plan").join(&name);
-            let set = GgufSet::open_header_only(&path).unwrap();
+            let set = open_with(&path, true).unwrap();
             assert_eq!(set.tensors().len(), plan.tensors, "{name}");
             assert_eq!(set.parts()[0].header_bytes(), plan.data_start, "{name}");
             let end = set.tensors().iter().map(|t| t.offset + t.bytes).max().unwrap();
             assert_eq!(end.next_multiple_of(32), plan.full_file_bytes, "{name}");
             assert_eq!(plan.data_start + plan.data_bytes, plan.full_file_bytes, "{name}");
             // The same header without its data is a truncated model.
-            assert!(matches!(refusal(&path, GgufSet::open(&path)), Error::Truncated(_)), "{name}");
+            assert!(matches!(refusal(&path, open(&path)), Error::Truncated(_)), "{name}");
         }
     }
 }
@@ -132,24 +163,8 @@ fn tensors_keep_their_order_shape_and_bytes() {
 }
 
 #[test]
-fn advice_about_any_range_changes_no_byte() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.gguf");
-    fs::write(&path, build::Gguf::model().tensor("big", 0, &[4096, 5]).bytes()).unwrap();
-    let set = GgufSet::open(&path).unwrap();
-    let before: Vec<Vec<u8>> = (0..4).map(|i| set.data(i).unwrap().to_vec()).collect();
-    for advice in [Advice::Sequential, Advice::WillNeed, Advice::DontNeed] {
-        for range in [0..1, 4095..4097, 5000..9000, 0..u64::MAX, u64::MAX - 1..u64::MAX, 7..7] {
-            set.advise(0, range.clone(), advice).unwrap_or_else(|e| panic!("{advice:?} {range:?}: {e}"));
-        }
-    }
-    set.advise(9, 0..1, Advice::WillNeed).unwrap();
-    assert!((0..4).all(|i| set.data(i).unwrap() == before[i]));
-}
-
-#[test]
 fn every_value_type_reads_exactly() {
-    let set = GgufSet::open(fixtures().join("container/ok-all-kv-types.gguf")).unwrap();
+    let set = open(fixtures().join("container/ok-all-kv-types.gguf")).unwrap();
     let types: std::collections::BTreeSet<_> = set.metadata().iter().map(|f| f.value().ty().name()).collect();
     assert_eq!(types.len(), 13, "{types:?}");
     // Every array gives as many elements, of its own type, as it says.

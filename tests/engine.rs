@@ -18,11 +18,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 
-use ggshard::convert::{Extras, Planned, Report, convert};
+use ggshard::convert::{Extras, Output, Planned, Report, convert};
 use ggshard::dequant::FloatType;
 use ggshard::engine::{Engine, Options, Sink};
 use ggshard::error::{Error, Result};
-use ggshard::gguf::GgufSet;
+use ggshard::gguf::{GgufSet, Io, OpenOptions};
 use ggshard::mapping::{Mapping, choose};
 use ggshard::plan::audit::audit;
 use ggshard::plan::{Plan, Policy};
@@ -54,7 +54,8 @@ fn options(threads: usize, tile_bytes: u64) -> Options {
 fn folder(planned: &Planned, options: Options) -> (BTreeMap<String, Vec<u8>>, Report) {
     let temp = tempfile::tempdir().unwrap();
     let output = temp.path().join("out");
-    let report = convert(planned, &output, options, &Extras::default(), &|_| {}).unwrap();
+    let sealed = Output { seal: Some(true), ..Output::from(&output) };
+    let report = convert(planned, sealed, options, &Extras::default(), &|_| {}).unwrap();
     (read(&output), report)
 }
 
@@ -241,5 +242,21 @@ fn a_plan_for_another_file_is_not_executed() {
             Err(error) => panic!("{error}"),
             Ok(_) => panic!("a plan was executed on a file that it was not made for"),
         }
+    }
+}
+
+#[test]
+fn mapped_or_read_the_bytes_are_the_same_and_fetched_once() {
+    for name in [GLM, DEEPSEEK] {
+        let [mapped, read] = [Io::Mmap, Io::Pread].map(|io| {
+            let opening = OpenOptions { io, ..OpenOptions::default() };
+            let set = GgufSet::open_with(plans::fixture(name), opening).unwrap();
+            let mapping = choose(&set).unwrap();
+            let planned = planned(set, &mapping, 2, FloatType::BF16);
+            let (files, report) = folder(&planned, Options { track_reads: true, ..options(3, 4096) });
+            assert_eq!(report.repeated_bytes, Some(0));
+            (files, report.source_bytes)
+        });
+        assert!(mapped == read, "{name}");
     }
 }

@@ -302,10 +302,12 @@ fn verified(name: &str, bytes: &[u8]) {
     let folder = linked();
     fs::remove_file(folder.path().join(name)).unwrap();
     fs::write(folder.path().join(name), bytes).unwrap();
-    let options = Options { rank: None, threads: 1 };
+    let options = Options { threads: 1, ..Options::default() };
     let reference = Some(Reference { folder: folder.path(), max_rms: 0.0 });
-    for against in [Against { source: Some(&small()), reference: None }, Against { source: None, reference }] {
-        match verify_against(folder.path(), options, against, &|_| {}) {
+    for against in
+        [Against { source: Some(&small()), ..Against::default() }, Against { reference, ..Against::default() }]
+    {
+        match verify_against(folder.path(), options.clone(), against, &|_| {}) {
             Ok(report) => assert!(!report.to_string().is_empty() && report.to_json().is_ok()),
             Err(error) => assert!(!error.to_string().is_empty()),
         }
@@ -349,8 +351,8 @@ fn folders_with_another_index() {
         }
         folders::write(folder.path(), &manifest);
         let reference = Some(Reference { folder: folder.path(), max_rms: 0.0 });
-        let options = Options { rank: None, threads: 1 };
-        let _ = verify_against(folder.path(), options, Against { source: None, reference }, &|_| {});
+        let options = Options { threads: 1, ..Options::default() };
+        let _ = verify_against(folder.path(), options, Against { reference, ..Against::default() }, &|_| {});
     });
 }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use folders::*;
 use ggshard::convert::{self, Request};
+use ggshard::engine;
 use ggshard::output::manifest::{FileEntry, Parameter, TensorEntry};
 use ggshard::output::{Digest, Manifest, SafetensorsHeader, Sums};
 use ggshard::runtime::{OpenOptions, RankCheckpoint};
@@ -21,7 +22,7 @@ use ggshard::verify::{Against, Options, Reference, Report, What, verify, verify_
 use ggshard::{Error, Result};
 use tempfile::TempDir;
 
-const ALL: Options = Options { rank: None, threads: 2 };
+const ALL: Options = Options { rank: None, threads: 2, cancel: None };
 
 /// A small model of two blocks.
 fn qwen() -> PathBuf {
@@ -42,12 +43,12 @@ fn soon<T>(work: impl FnOnce() -> T) -> T {
 }
 
 fn against_source(folder: &Path) -> Result<Report> {
-    verify_against(folder, ALL, Against { source: Some(&qwen()), reference: None }, &|_| {})
+    verify_against(folder, ALL, Against { source: Some(&qwen()), ..Against::default() }, &|_| {})
 }
 
 fn against_reference(folder: &Path, reference: &Path) -> Result<Report> {
     let reference = Some(Reference { folder: reference, max_rms: 0.0 });
-    verify_against(folder, ALL, Against { source: None, reference }, &|_| {})
+    verify_against(folder, ALL, Against { reference, ..Against::default() }, &|_| {})
 }
 
 fn pipe(path: &Path) {
@@ -269,4 +270,104 @@ fn files_of_any_length_that_hold_nothing() {
     assert!(error.to_string().contains("not a JSON object"), "{error}");
     giant("B3SUMS");
     assert!(soon(|| Sums::read(folder.path())).is_err());
+}
+
+/// A folder in which one of two ranks is converted, with a file beside it that nobody may touch.
+fn begun(source: &Path, profile: &str) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let request = Request { tp: 2, profile: profile.into(), ..Request::default() };
+    convert_ranks(source, &out, &request, &[0]);
+    assert!(out.join("ggshard.work/record.json").is_file());
+    for name in ["victim", "victim.safetensors"] {
+        fs::write(folder.path().join(name), "precious").unwrap();
+    }
+    (folder, out)
+}
+
+#[track_caller]
+fn unharmed(folder: &Path) {
+    for name in ["victim", "victim.safetensors"] {
+        assert_eq!(fs::read_to_string(folder.join(name)).unwrap(), "precious", "{name}");
+    }
+}
+
+/// A folder is sealed by the record that lies in it.
+#[test]
+fn a_record_of_work_that_names_files_elsewhere() {
+    let (folder, out) = begun(&qwen(), "hf");
+    let record = out.join("ggshard.work/record.json");
+    let sound = fs::read_to_string(&record).unwrap();
+    let name = "model-rank-0-part-0.safetensors";
+    for (from, to) in [
+        (name, "../victim.safetensors"),
+        (name, "/etc/hostname"),
+        (name, "a/b/c"),
+        (name, "ggshard.json"),
+        (name, "ggshard.work/record.json"),
+        (name, "model-rank-1-part-0.safetensors"),
+        ("\"tp\":2", "\"tp\":4294967295"),
+        ("\"tp\":2", "\"tp\":0"),
+        ("\"tp\":2", "\"tp\":1"),
+        ("\"index\":null", "\"index\":\"../victim\""),
+        (
+            "\"others\":[]",
+            "\"others\":[{\"name\":\"../victim\",\"bytes\":1,\"blake3\":\"0000000000000000000000000000000000000000000000000000000000000000\"}]",
+        ),
+    ] {
+        let changed = sound.replace(from, to);
+        assert_ne!(changed, sound, "{from}");
+        fs::write(&record, changed).unwrap();
+        for ranks in [&[][..], &[0]] {
+            let error = soon(|| convert::seal(&out, ranks)).unwrap_err();
+            assert!(matches!(error, Error::Output(_)), "{to}: {error:?}");
+        }
+        unharmed(folder.path());
+    }
+    for bytes in [b"".to_vec(), vec![b'['; 100_000], vec![0; 1000]] {
+        fs::write(&record, bytes).unwrap();
+        assert!(soon(|| convert::seal(&out, &[])).is_err());
+    }
+    fs::remove_file(&record).unwrap();
+    pipe(&record);
+    assert!(soon(|| convert::seal(&out, &[])).is_err());
+}
+
+/// What is in the work folder is removed in the end, so it may not be somebody's own.
+#[test]
+fn links_in_the_place_of_folders_that_are_written_to() {
+    let (folder, out) = begun(&qwen(), "hf");
+    let elsewhere = folder.path().join("elsewhere");
+    fs::rename(out.join("ggshard.work"), &elsewhere).unwrap();
+    symlink(&elsewhere, out.join("ggshard.work")).unwrap();
+    let before = fs::read_dir(&elsewhere).unwrap().count();
+    let error = convert::seal(&out, &[0]).unwrap_err();
+    assert!(error.to_string().contains("a link in the place of the work folder"), "{error}");
+    let planned = convert::plan(&qwen(), &Request { tp: 2, ..Request::default() }, false).unwrap();
+    let options = || engine::Options { ranks: vec![1], threads: 1, ..engine::Options::default() };
+    assert!(convert::convert(&planned, &out, options(), &convert::Extras::default(), &|_| {}).is_err());
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), before);
+
+    // Temporary names are not written through either.
+    fs::remove_file(out.join("ggshard.work")).unwrap();
+    fs::rename(&elsewhere, out.join("ggshard.work")).unwrap();
+    for name in ["record.json.1.tmp", "receipt-1.json.1.tmp", "rank-1.lock"] {
+        let path = out.join("ggshard.work").join(name);
+        let _ = fs::remove_file(&path);
+        symlink(folder.path().join("victim"), path).unwrap();
+    }
+    let _ = convert::convert(&planned, &out, options(), &convert::Extras::default(), &|_| {});
+    unharmed(folder.path());
+
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/families/glm4_moe.gguf");
+    let (folder, out) = begun(&source, "vllm-0.32");
+    let elsewhere = folder.path().join("elsewhere");
+    fs::rename(out.join("mtp"), &elsewhere).unwrap();
+    symlink(&elsewhere, out.join("mtp")).unwrap();
+    let before = fs::read_dir(&elsewhere).unwrap().count();
+    let planned =
+        convert::plan(&source, &Request { tp: 2, profile: "vllm-0.32".into(), ..Request::default() }, false).unwrap();
+    let error = convert::convert(&planned, &out, options(), &convert::Extras::default(), &|_| {}).unwrap_err();
+    assert!(error.to_string().contains("a link in the place of a sub-folder"), "{error}");
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), before);
 }

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ggshard::dtype::Dtype;
 use ggshard::output::manifest::{
@@ -11,11 +13,11 @@ use ggshard::output::manifest::{
 };
 use ggshard::output::safetensors::SafetensorsHeader;
 use ggshard::output::{Digest, Sums, TreeHash};
-use ggshard::verify::{Options, Report, What, verify};
+use ggshard::verify::{Against, Options, Report, Step, What, verify, verify_against};
 use ggshard::{Error, Result};
 use proptest::prelude::*;
 
-const ALL: Options = Options { rank: None, threads: 2 };
+const ALL: Options = Options { rank: None, threads: 2, cancel: None };
 
 type Shapes<'a> = &'a [(&'a str, Dtype, &'a [u64])];
 
@@ -202,10 +204,25 @@ fn found(what: What, file: &str, tensor: Option<&str>) -> (What, String, Option<
 const PART: &str = "model-rank-1-part-0.safetensors";
 
 #[test]
+fn a_check_ends_when_it_is_asked_to() {
+    let folder = Folder::new();
+    let cancel = Arc::new(AtomicBool::new(false));
+    let options = Options { cancel: Some(cancel.clone()), ..ALL };
+    assert!(verify(folder.dir.path(), options.clone()).unwrap().ok());
+    let stop = |step| {
+        if matches!(step, Step::Bytes(_)) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let ended = verify_against(folder.dir.path(), options, Against::default(), &stop);
+    assert!(matches!(ended, Err(Error::Cancelled(_))), "{ended:?}");
+}
+
+#[test]
 fn intact_passes() {
     let folder = Folder::new();
     for threads in [0, 1, 5] {
-        let report = verify(folder.dir.path(), Options { rank: None, threads }).unwrap();
+        let report = verify(folder.dir.path(), Options { rank: None, threads, ..ALL }).unwrap();
         assert!(report.ok(), "{report}");
         assert_eq!((report.files, report.tensors), (8, 11));
         let listed =
@@ -414,7 +431,7 @@ fn one_rank_needs_only_its_own_files() {
     let folder = Folder::new();
     fs::remove_file(folder.path("model-rank-0-part-0.safetensors")).unwrap();
     folder.edit("model-rank-0-part-1.safetensors", |bytes| bytes.push(1));
-    let rank = |rank| verify(folder.dir.path(), Options { rank: Some(rank), threads: 1 });
+    let rank = |rank| verify(folder.dir.path(), Options { rank: Some(rank), threads: 1, ..ALL });
     let report = rank(1).unwrap();
     assert!(report.ok(), "{report}");
     assert_eq!((report.files, report.tensors, report.rank), (6, 6, Some(1)));

@@ -7,21 +7,23 @@ mod folders;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use folders::*;
 use ggshard::convert::Request;
 use ggshard::dequant::FloatType;
 use ggshard::dtype::Dtype;
-use ggshard::verify::{Against, Finding, Options, Reference, Report, What, verify, verify_against};
+use ggshard::verify::{Against, Finding, Options, Reference, Report, Step, What, verify, verify_against};
 use ggshard::{Error, Result};
 
-const ALL: Options = Options { rank: None, threads: 2 };
+const ALL: Options = Options { rank: None, threads: 2, cancel: None };
 const EMBED: &str = "model.embed_tokens.weight";
 const NORM: &str = "model.norm.weight";
 const DOWN: &str = "model.layers.0.mlp.down_proj.weight";
 
 fn compare(folder: &Path, reference: &Path, max_rms: f64, options: Options) -> Result<Report> {
-    let against = Against { source: None, reference: Some(Reference { folder: reference, max_rms }) };
+    let against = Against { reference: Some(Reference { folder: reference, max_rms }), ..Against::default() };
     verify_against(folder, options, against, &|_| {})
 }
 
@@ -74,7 +76,8 @@ fn every_number_of_ranks_joins_to_the_original() {
         assert_eq!((summary.tensors, summary.exact), (truth.len() as u64, truth.len() as u64));
         assert_eq!(summary.values, truth.iter().map(|t| t.shape.iter().product::<u64>()).sum::<u64>());
         assert!(summary.worst.is_empty() && report.to_string().contains("tensors equal"), "{report}");
-        let one = compare(folder.path(), reference.path(), 0.0, Options { rank: Some(tp - 1), threads: 1 }).unwrap();
+        let one =
+            compare(folder.path(), reference.path(), 0.0, Options { rank: Some(tp - 1), threads: 1, ..ALL }).unwrap();
         assert!(one.ok(), "{one}");
     }
     let some = tempfile::tempdir().unwrap();
@@ -210,7 +213,7 @@ fn a_forged_rank_is_found() {
         found,
         [(What::ReferenceValues, name.as_str(), Some(EMBED)), (What::Replica, name.as_str(), Some(NORM))]
     );
-    let one = compare(folder.path(), reference.path(), 0.0, Options { rank: Some(1), threads: 1 }).unwrap();
+    let one = compare(folder.path(), reference.path(), 0.0, Options { rank: Some(1), threads: 1, ..ALL }).unwrap();
     assert_eq!(one.findings.len(), 2, "{one}");
 }
 
@@ -372,4 +375,23 @@ fn the_corpus_agrees_with_its_originals() {
             assert!(report.reference.unwrap().tensors > 0);
         }
     }
+}
+
+#[test]
+fn a_comparison_with_a_reference_ends_when_it_is_asked_to() {
+    let reference = original(&truth(FloatType::BF16));
+    let (folder, cancel) = (converted(&deepseek(), 2), Arc::new(AtomicBool::new(false)));
+    let stop = |step| {
+        if matches!(step, Step::Begin { check: "reference", .. }) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let options = Options { cancel: Some(cancel.clone()), ..ALL };
+    let against = Against {
+        source: None,
+        reference: Some(Reference { folder: reference.path(), max_rms: 0.0 }),
+        ..Against::default()
+    };
+    let ended = verify_against(folder.path(), options, against, &stop);
+    assert!(matches!(ended, Err(Error::Cancelled(_))), "{ended:?}");
 }

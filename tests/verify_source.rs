@@ -7,18 +7,20 @@ mod folders;
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use folders::*;
 use ggshard::convert::Request;
 use ggshard::gguf::GgufSet;
 use ggshard::output::{Digest, Manifest};
-use ggshard::verify::{Against, Finding, Options, Report, What, verify, verify_against};
+use ggshard::verify::{Against, Finding, Options, Report, Step, What, verify, verify_against};
 use ggshard::{Error, Result};
 
-const ALL: Options = Options { rank: None, threads: 2 };
+const ALL: Options = Options { rank: None, threads: 2, cancel: None };
 
 fn check(folder: &Path, source: &Path, options: Options) -> Result<Report> {
-    verify_against(folder, options, Against { source: Some(source), reference: None }, &|_| {})
+    verify_against(folder, options, Against { source: Some(source), ..Against::default() }, &|_| {})
 }
 
 fn passes(folder: &Path, source: &Path, options: Options) {
@@ -50,7 +52,7 @@ fn what_was_converted_passes() {
         for tp in [1, 2, 4] {
             let folder = converted(&source, tp);
             passes(folder.path(), &source, ALL);
-            passes(folder.path(), &source, Options { rank: Some(tp - 1), threads: 1 });
+            passes(folder.path(), &source, Options { rank: Some(tp - 1), threads: 1, ..ALL });
         }
     }
 }
@@ -104,7 +106,7 @@ fn one_flipped_bit_is_found_where_it_is() {
     assert!(text.contains(&format!("at byte {at} (byte {in_file} of the file)")), "{text}");
     // The other rank is sound, and does not need this one's files.
     fs::remove_file(folder.path().join(&file.name)).unwrap();
-    passes(folder.path(), &deepseek(), Options { rank: Some(0), threads: 2 });
+    passes(folder.path(), &deepseek(), Options { rank: Some(0), threads: 2, ..ALL });
 }
 
 #[test]
@@ -281,7 +283,7 @@ fn values_that_were_let_through_pass() {
     let options = ggshard::engine::Options { allow_nonfinite: true, ..Default::default() };
     ggshard::convert::convert(&planned, folder.path(), options, &ggshard::convert::Extras::default(), &|_| {}).unwrap();
     passes(folder.path(), &copy, ALL);
-    passes(folder.path(), &copy, Options { rank: Some(1), threads: 2 });
+    passes(folder.path(), &copy, Options { rank: Some(1), threads: 2, ..ALL });
 }
 
 #[test]
@@ -315,8 +317,8 @@ fn some_ranks_are_enough() {
     let folder = tempfile::tempdir().unwrap();
     convert_ranks(&deepseek(), folder.path(), &Request { tp: 4, ..Request::default() }, &[1, 3]);
     passes(folder.path(), &deepseek(), ALL);
-    passes(folder.path(), &deepseek(), Options { rank: Some(3), threads: 0 });
-    assert!(check(folder.path(), &deepseek(), Options { rank: Some(0), threads: 0 }).is_err());
+    passes(folder.path(), &deepseek(), Options { rank: Some(3), threads: 0, ..ALL });
+    assert!(check(folder.path(), &deepseek(), Options { rank: Some(0), threads: 0, ..ALL }).is_err());
 }
 
 #[test]
@@ -327,7 +329,7 @@ fn files_that_are_gone_or_cut_are_one_finding() {
     let report = check(folder.path(), &deepseek(), ALL).unwrap();
     assert_eq!(kinds(&report.findings), [(What::Missing, zero.as_str(), None)]);
     edit(&folder.path().join(&one), |bytes| bytes.truncate(bytes.len() - 3));
-    let report = check(folder.path(), &deepseek(), Options { rank: Some(1), threads: 2 }).unwrap();
+    let report = check(folder.path(), &deepseek(), Options { rank: Some(1), threads: 2, ..ALL }).unwrap();
     let found = kinds(&report.findings);
     assert!(found.contains(&(What::Size, one.as_str(), None)), "{report}");
     let cut = report.findings.iter().find(|f| f.what == What::SourceBytes).unwrap();
@@ -368,4 +370,18 @@ fn the_command_says_so() {
     assert!(error.contains("glm_moe_dsa-UD-IQ2_XXS.gguf") || error.contains("a source of 1 parts"), "{error}");
     assert_eq!(run(&deepseek(), &["--max-rms", "0.1"]).0, Some(2));
     assert_eq!(run(&deepseek(), &["--rank", "x"]).0, Some(2));
+}
+
+#[test]
+fn a_comparison_with_the_source_ends_when_it_is_asked_to() {
+    let (folder, cancel) = (converted(&glm(), 2), Arc::new(AtomicBool::new(false)));
+    let stop = |step| {
+        if matches!(step, Step::Begin { check: "source", .. }) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let options = Options { cancel: Some(cancel.clone()), ..ALL };
+    let against = Against { source: Some(&glm()), reference: None, ..Against::default() };
+    let ended = verify_against(folder.path(), options, against, &stop);
+    assert!(matches!(ended, Err(Error::Cancelled(_))), "{ended:?}");
 }

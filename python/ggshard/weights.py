@@ -22,6 +22,7 @@ def iter_weights(
     threads: int = 0,
     memory: int = MEMORY,
     allow_nonfinite: bool = False,
+    io: str = "auto",
 ) -> WeightIterator:
     """Pairs of name and :class:`Tensor`: the weights of the original (Hugging Face) checkpoint, in a fixed order.
 
@@ -29,8 +30,10 @@ def iter_weights(
     half-way drops the iterator or calls its ``close()``.
 
     :param names: only these weights
+    :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
+        that becomes shorter ends the process
     """
-    return _ggshard.iter_weights(src, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite))
+    return _ggshard.iter_weights(src, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite, io))
 
 
 def iter_rank(
@@ -52,6 +55,7 @@ def iter_rank(
     threads: int = 0,
     memory: int = MEMORY,
     allow_nonfinite: bool = False,
+    io: str = "auto",
 ) -> WeightIterator:
     """As :func:`iter_weights`, for the parameters that one rank holds under a profile: what ``convert`` would write.
 
@@ -69,7 +73,7 @@ def iter_rank(
         "moe_pad": moe_pad,
         "set": set,
     }
-    return _ggshard.iter_rank(src, layout, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite))
+    return _ggshard.iter_rank(src, layout, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite, io))
 
 
 def _choices(
@@ -80,6 +84,7 @@ def _choices(
     threads: int,
     memory: int,
     allow_nonfinite: bool,
+    io: str,
 ) -> dict[str, Any]:
     return {
         "mapping": mapping,
@@ -89,4 +94,5 @@ def _choices(
         "threads": threads,
         "memory": memory,
         "allow_nonfinite": allow_nonfinite,
+        "io": io,
     }

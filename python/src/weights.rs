@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ggshard::gguf::OpenOptions;
 use ggshard::runtime::{RankOptions, Source, WeightOptions, Weights};
 use pyo3::prelude::*;
 
 use crate::checkpoint::set;
 use crate::errors::raise;
-use crate::jobs::{float_type, mtp_policy};
+use crate::jobs::{float_type, mtp_policy, opening};
 use crate::tensor::Tensor;
 
 /// Which weights, by keyword.
@@ -22,13 +23,14 @@ pub struct WeightChoices {
     threads: usize,
     memory: u64,
     allow_nonfinite: bool,
+    io: String,
 }
 
 impl WeightChoices {
-    fn options(self) -> PyResult<WeightOptions> {
-        let WeightChoices { mapping, dtype, mtp, names, threads, memory, allow_nonfinite } = self;
+    fn options(self) -> PyResult<(WeightOptions, OpenOptions)> {
+        let WeightChoices { mapping, dtype, mtp, names, threads, memory, allow_nonfinite, io } = self;
         let (dtype, mtp) = (float_type(&dtype)?, mtp_policy(&mtp)?);
-        Ok(WeightOptions { mapping, dtype, mtp, names, threads, memory, allow_nonfinite })
+        Ok((WeightOptions { mapping, dtype, mtp, names, threads, memory, allow_nonfinite }, opening(&io)?))
     }
 }
 
@@ -117,8 +119,8 @@ impl Drop for WeightIterator {
 /// Weights by their names in the original checkpoint.
 #[pyfunction]
 pub fn iter_weights(py: Python<'_>, src: PathBuf, choices: WeightChoices) -> PyResult<WeightIterator> {
-    let options = choices.options()?;
-    WeightIterator::new(py, || Source::open(&src)?.weights(options))
+    let (options, opening) = choices.options()?;
+    WeightIterator::new(py, || Source::open_with(&src, opening)?.weights(options))
 }
 
 /// One rank's parameters of a layout.
@@ -129,6 +131,7 @@ pub fn iter_rank(
     layout: RankChoices,
     choices: WeightChoices,
 ) -> PyResult<WeightIterator> {
-    let options = layout.options(choices.options()?)?;
-    WeightIterator::new(py, || Source::open(&src)?.rank(options))
+    let (weights, opening) = choices.options()?;
+    let options = layout.options(weights)?;
+    WeightIterator::new(py, || Source::open_with(&src, opening)?.rank(options))
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
 use ggshard::dequant::FloatType;
+use ggshard::gguf::Io;
 use ggshard::mapping::MtpPolicy;
 
 /// Turns GGUF models into pre-sharded, per-rank tensor-parallel safetensors, and proves that every tensor is placed.
@@ -27,6 +28,9 @@ pub enum Command {
     Plan(PlanArgs),
     /// Convert a GGUF into per-rank safetensors, with a manifest that is written last.
     Convert(Convert),
+    /// Make a folder into which several processes have converted ranks a checkpoint: check that nothing is missing, write the
+    /// manifest.
+    Seal(Seal),
     /// Check a converted folder: every file and tensor against the manifest, and on request against the source.
     Verify(Verify),
     /// List the built-in mappings, or show one: which models it is for and its rules.
@@ -45,12 +49,52 @@ pub enum Command {
 pub struct Inspect {
     /// A GGUF file, any part of a split set, or a folder that holds one set.
     pub source: PathBuf,
+    #[command(flatten)]
+    pub read: ReadChoices,
     /// List every tensor.
     #[arg(long)]
     pub tensors: bool,
+    /// Read every value: count those that are NaN or infinite and find tensors of zeros. Exit status 1 if any is not finite.
+    #[arg(long)]
+    pub check: bool,
+    /// With --check: give the BLAKE3 of every file, in the same pass.
+    #[arg(long, requires = "check")]
+    pub hash: bool,
+    /// Number of threads for --check. Default: one per CPU.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub threads: usize,
     /// Print one JSON document.
     #[arg(long)]
     pub json: bool,
+}
+
+/// How a source is read.
+#[derive(Debug, clap::Args)]
+pub struct ReadChoices {
+    /// How the source's bytes are fetched. It changes no byte of the output.
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub io: IoArg,
+}
+
+/// How bytes are fetched.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum IoArg {
+    /// Mapped into memory: no copy, but whatever happens to the file ends the program.
+    Mmap,
+    /// Read into buffers.
+    Pread,
+    /// Mapped on local file systems, read on network ones; part by part.
+    Auto,
+}
+
+impl From<IoArg> for Io {
+    fn from(arg: IoArg) -> Self {
+        match arg {
+            IoArg::Mmap => Io::Mmap,
+            IoArg::Pread => Io::Pread,
+            IoArg::Auto => Io::MmapIfLocal,
+        }
+    }
 }
 
 /// The choices that make a plan.
@@ -88,6 +132,8 @@ pub struct PlanChoices {
     /// Begin a new file at this size, as in 5G, 500M or 1GiB (G and GiB are 2^30 bytes, GB is 10^9).
     #[arg(long, value_name = "SIZE", default_value = "5G", value_parser = size)]
     pub part_size: u64,
+    #[command(flatten)]
+    pub read: ReadChoices,
 }
 
 /// `ggshard plan`
@@ -113,9 +159,18 @@ pub struct Convert {
     pub choices: PlanChoices,
     /// The folder to write to. It is created, or must be empty.
     pub output: PathBuf,
-    /// Make only these ranks, as in 0,2-3.
+    /// Make only these ranks, as in 0,2-3. Other processes may make others in the same folder; `ggshard seal` ends it.
     #[arg(long, value_name = "RANKS", value_parser = ranks)]
     pub ranks: Option<Ranks>,
+    /// With --ranks: make the folder a checkpoint of these ranks alone.
+    #[arg(long, requires = "ranks")]
+    pub seal: bool,
+    /// Go on where an earlier run into the folder ended, if there was one.
+    #[arg(long)]
+    pub resume: bool,
+    /// The source may be a copy of the files that the conversion began with: other modification times, other inodes.
+    #[arg(long)]
+    pub same_source: bool,
     /// Number of threads. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
@@ -126,6 +181,9 @@ pub struct Convert {
     /// the GGUF. Default: derived from the GGUF.
     #[arg(long, value_name = "FILE|DIR")]
     pub config: Option<PathBuf>,
+    /// Record the BLAKE3 of every file of the source in the manifest. All of it is read, once.
+    #[arg(long)]
+    pub hash_source: bool,
     /// Remember every range fetched from the source and report repetitions (costs memory).
     #[arg(long, hide = true)]
     pub track_reads: bool,
@@ -133,6 +191,19 @@ pub struct Convert {
     #[arg(long, hide = true, value_parser = size)]
     pub tile_size: Option<u64>,
     /// Print one JSON document when done.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard seal`
+#[derive(Debug, clap::Args)]
+pub struct Seal {
+    /// The folder that `convert --ranks` was given.
+    pub folder: PathBuf,
+    /// Seal these ranks only, as in 0,2-3; no others may be in the folder. Default: all ranks.
+    #[arg(long, value_name = "RANKS", value_parser = ranks)]
+    pub ranks: Option<Ranks>,
+    /// Print one JSON document.
     #[arg(long)]
     pub json: bool,
 }
@@ -145,6 +216,8 @@ pub struct Verify {
     /// Recompute every tensor from this source and compare every byte.
     #[arg(long, value_name = "SRC")]
     pub source: Option<PathBuf>,
+    #[command(flatten)]
+    pub read: ReadChoices,
     /// Compare with an original checkpoint of the same model: exactly, or by relative RMS.
     #[arg(long, value_name = "HF_DIR")]
     pub reference: Option<PathBuf>,
@@ -228,6 +301,8 @@ fn ranks(text: &str) -> Result<Ranks, String> {
         }
         ranks.extend(first..=last);
     }
+    ranks.sort_unstable();
+    ranks.dedup();
     Ok(Ranks(ranks))
 }
 

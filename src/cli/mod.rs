@@ -1,12 +1,15 @@
 //! The command line: what was typed, what it means, and how results are shown.
 //!
-//! Results go to stdout, everything else to stderr. Exit status: 0 done, 1 refused or failed, 2 usage.
+//! Results go to stdout, everything else to stderr. Exit status: 0 done, 1 refused or failed, 2 usage,
+//! 130 and 143 ended by SIGINT and SIGTERM.
 
 mod args;
 mod library;
 mod page;
 mod progress;
 mod run;
+mod sigbus;
+mod signals;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;

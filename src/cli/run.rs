@@ -1,20 +1,23 @@
 //! The commands.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::CommandFactory;
+use ggshard::check;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
-use ggshard::gguf::{Description, GgufSet};
+use ggshard::gguf::{Description, GgufSet, OpenOptions};
 use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
 
-use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, Verify};
-use super::{library, page, progress};
+use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Seal, Verify};
+use super::signals::Signals;
+use super::{library, page, progress, sigbus, signals};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -22,6 +25,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Inspect(args) => inspect(&args),
         Command::Plan(args) => plan(&args),
         Command::Convert(args) => convert(&args),
+        Command::Seal(args) => seal(&args),
         Command::Verify(args) => verify(&args),
         Command::Mappings(args) => library::mappings(&args),
         Command::Profiles(args) => library::profiles(&args),
@@ -44,15 +48,42 @@ pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
     print(&text)
 }
 
+/// What `inspect --json` prints.
+#[derive(Serialize)]
+struct Inspected {
+    #[serde(flatten)]
+    description: Description,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    check: Option<check::Report>,
+}
+
 fn inspect(args: &Inspect) -> Result<ExitCode> {
-    let set = GgufSet::open(&args.source)?;
+    let set = GgufSet::open_with(&args.source, opening(&args.read, sigbus::reading))?;
     let description = Description::from_set(&set);
-    if args.json {
-        print_json(&description)?;
-    } else {
-        print(&description.render(args.tensors))?;
+    let mut report = None;
+    if args.check {
+        let signals = Signals::heed()?;
+        let options = check::Options { hash: args.hash, threads: args.threads, cancel: Some(signals.cancel()) };
+        let bar = progress::bytes(check::bytes(&set), "checking");
+        let result = check::check(&set, &options, &|bytes| bar.inc(bytes));
+        bar.finish_and_clear();
+        if let Some(status) = signals.end(&result, "There is no verdict.") {
+            return Ok(status);
+        }
+        report = Some(result?);
     }
-    Ok(ExitCode::SUCCESS)
+    let ok = report.as_ref().is_none_or(check::Report::ok);
+    if args.json {
+        print_json(&Inspected { description, check: report })?;
+    } else {
+        let found = report.map(|report| format!("\n{}", report.render())).unwrap_or_default();
+        print(&format!("{}{found}", description.render(args.tensors)))?;
+    }
+    Ok(if ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+fn opening(choices: &ReadChoices, on_map: fn(&Path, Range<usize>)) -> OpenOptions {
+    OpenOptions { io: choices.io.into(), on_map: Some(on_map), ..OpenOptions::default() }
 }
 
 fn request(choices: &PlanChoices) -> Request {
@@ -71,7 +102,8 @@ fn request(choices: &PlanChoices) -> Request {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let planned = convert::plan(&args.choices.source, &request(&args.choices), args.header_only)?;
+    let opening = OpenOptions { header_only: args.header_only, ..opening(&args.choices.read, sigbus::reading) };
+    let planned = convert::plan_set(GgufSet::open_with(&args.choices.source, opening)?, &request(&args.choices))?;
     // Whatever `convert` would refuse about the config, it refuses here.
     convert::extras(&planned, None)?;
     if let Some(path) = &args.html {
@@ -97,7 +129,9 @@ fn picture(planned: &Planned) -> Picture {
 }
 
 fn convert(args: &Convert) -> Result<ExitCode> {
-    let planned = convert::plan(&args.choices.source, &request(&args.choices), false)?;
+    let signals = Signals::heed()?;
+    let set = GgufSet::open_with(&args.choices.source, opening(&args.choices.read, sigbus::converting))?;
+    let planned = convert::plan_set(set, &request(&args.choices))?;
     let Planned { plan, mapping, .. } = &planned;
     tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
     let extras = convert::extras(&planned, args.config.as_deref())?;
@@ -112,12 +146,24 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         allow_nonfinite: args.allow_nonfinite,
         track_reads: args.track_reads,
+        hash_source: args.hash_source,
+        cancel: Some(signals.cancel()),
         ..engine::Options::default()
     };
     options.tile_bytes = args.tile_size.unwrap_or(options.tile_bytes);
     let bar = progress::bytes(total, "converting");
-    let result = convert::convert(&planned, &args.output, options, &extras, &|bytes| bar.inc(bytes));
+    let output = convert::Output {
+        folder: &args.output,
+        resume: args.resume,
+        keep: true,
+        same_source: args.same_source,
+        seal: args.seal.then_some(true),
+    };
+    let result = convert::convert(&planned, output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
+    if let Some(status) = signals.end(&result, signals::how_to_resume()) {
+        return Ok(status);
+    }
     let report = result?;
     for (name, (nan, inf, overflow)) in &report.nonfinite {
         tracing::warn!("tensor '{name}': {nan} NaN, {inf} infinite, {overflow} overflowed values were let through");
@@ -127,23 +173,52 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     } else {
         let summary = plan.summary(&mapping.chosen, false);
         let notes: String = extras.notes.iter().map(|note| format!("note       {note}\n")).collect();
+        let kept = match report.kept_files {
+            0 => String::new(),
+            n => format!(" ({n} of them finished before)"),
+        };
+        let manifest = args.output.join(convert::MANIFEST);
+        let end = match report.sealed {
+            true => format!("manifest   {}\n", manifest.display()),
+            false => format!("unsealed   when all ranks are made: ggshard seal {}\n", args.output.display()),
+        };
         print(&format!(
-            "{}{notes}written    {} tensors in {} files, {} bytes, from {} bytes of source\nmanifest   {}\n",
+            "{}{notes}written    {} tensors in {} files{kept}, {} bytes, from {} bytes of source\n{end}",
             summary.render(),
             report.tensors,
             report.files,
             report.output_bytes,
             report.source_bytes,
-            Path::new(&args.output).join(convert::MANIFEST).display()
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn seal(args: &Seal) -> Result<ExitCode> {
+    let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
+    let sealed = convert::seal(&args.folder, &ranks)?;
+    if args.json {
+        print_json(&sealed)?;
+    } else {
+        print(&format!(
+            "{} {} files, {} bytes, ranks {:?} of {}\nmanifest   {}\n",
+            if sealed.already { "sealed before:" } else { "sealed    " },
+            sealed.files,
+            sealed.output_bytes,
+            sealed.ranks,
+            sealed.tp,
+            args.folder.join(convert::MANIFEST).display()
         ))?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn verify(args: &Verify) -> Result<ExitCode> {
-    let options = verify::Options { rank: args.rank, threads: args.threads };
+    let signals = Signals::heed()?;
+    let options = verify::Options { rank: args.rank, threads: args.threads, cancel: Some(signals.cancel()) };
     let reference = args.reference.as_deref().map(|folder| verify::Reference { folder, max_rms: args.max_rms });
-    let against = verify::Against { source: args.source.as_deref(), reference };
+    let against =
+        verify::Against { source: args.source.as_deref(), open: opening(&args.read, sigbus::reading), reference };
     let bar = progress::bytes(0, "verifying");
     let result = verify::verify_against(&args.folder, options, against, &|step| match step {
         verify::Step::Begin { check, bytes } => {
@@ -154,6 +229,9 @@ fn verify(args: &Verify) -> Result<ExitCode> {
         verify::Step::Bytes(bytes) => bar.inc(bytes),
     });
     bar.finish_and_clear();
+    if let Some(status) = signals.end(&result, "There is no verdict.") {
+        return Ok(status);
+    }
     let report = result?;
     let text = if args.json { report.to_json()? } else { report.to_string() };
     print(&format!("{text}\n"))?;

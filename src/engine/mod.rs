@@ -15,9 +15,21 @@ mod run;
 mod tile;
 
 pub use reads::Reads;
+pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};
 
+use std::ops::Range;
+
+use crate::dequant::Nonfinite;
 use crate::error::Result;
+
+/// Sees which bytes of the source are needed, before they are read.
+pub trait Observer: Sync {
+    /// A worker is about to read a byte range of a part's file. It lends a buffer, whose content is of no meaning.
+    ///
+    /// Ranges come in any order and from any worker.
+    fn before(&self, part: usize, range: Range<u64>, buffer: &mut Vec<u8>) -> Result<()>;
+}
 
 /// Takes the finished bytes.
 pub trait Sink: Sync {
@@ -27,6 +39,10 @@ pub trait Sink: Sync {
     ///
     /// Tiles begin in the plan's order, so a sink may keep a worker waiting until earlier parameters are complete.
     fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Told of values that are not finite, before `put` brings them: so many more are in the slice that each of `ranks`
+    /// holds of parameter `param`.
+    fn note(&self, _param: u32, _ranks: &[u32], _found: Nonfinite) {}
 
     /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.
     fn stop(&self) {}

@@ -5,19 +5,22 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::job::{Job, Read, jobs};
+use super::job::{Job, Output, Read, Wanted, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
-use super::{Reads, Sink};
+use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::plan::{Origin, Plan, PlannedSource};
+use crate::threads::on_threads;
 
 /// How to execute a plan. None of it changes a byte of the output.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Ranks to make; empty for all.
     pub ranks: Vec<u32>,
+    /// Files of them that are not to be made, as indices of [`Plan::files`].
+    pub skip: Vec<u32>,
     /// Number of workers; 0 for one per CPU.
     pub threads: usize,
     /// About how many bytes of output a tile makes. The default stays in a second-level cache.
@@ -30,6 +33,8 @@ pub struct Options {
     pub track_reads: bool,
     /// The best instruction set that may be used.
     pub simd: Simd,
+    /// Whether a conversion records the BLAKE3 of every part of the source, for which it reads all of it.
+    pub hash_source: bool,
     /// Set by whoever wants the work to stop: it ends with [`Error::Cancelled`] within a tile per worker.
     pub cancel: Option<Arc<AtomicBool>>,
 }
@@ -37,10 +42,15 @@ pub struct Options {
 impl Options {
     /// Refuses to go on once [`Options::cancel`] is set.
     pub(crate) fn check_cancel(&self) -> Result<()> {
-        match &self.cancel {
-            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
-            _ => Ok(()),
-        }
+        check_cancel(self.cancel.as_deref())
+    }
+}
+
+/// Refuses to go on once the flag is set.
+pub(crate) fn check_cancel(cancel: Option<&AtomicBool>) -> Result<()> {
+    match cancel {
+        Some(cancel) if cancel.load(Ordering::Relaxed) => Err(Fault::new("stopped as asked").cancelled()),
+        Some(_) | None => Ok(()),
     }
 }
 
@@ -48,12 +58,14 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             ranks: Vec::new(),
+            skip: Vec::new(),
             threads: 0,
             tile_bytes: 512 << 10,
             readahead: 64 << 20,
             allow_nonfinite: false,
             track_reads: false,
             simd: Simd::detect(),
+            hash_source: false,
             cancel: None,
         }
     }
@@ -73,40 +85,39 @@ pub struct Engine<'a> {
     plan: &'a Plan,
     set: &'a GgufSet,
     options: Options,
+    observer: Option<&'a dyn Observer>,
 }
 
 impl<'a> Engine<'a> {
     /// Binds a plan to the set that it was made for.
     pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
-        Engine { plan, set, options }
+        Engine { plan, set, options, observer: None }
+    }
+
+    /// Has an observer see what is needed of the source.
+    pub fn observed(self, observer: Option<&'a dyn Observer>) -> Self {
+        Engine { observer, ..self }
     }
 
     /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
     pub fn run(&self, sink: &dyn Sink, progress: &(dyn Fn(u64) + Sync)) -> Result<Outcome> {
         let plan = self.plan;
         self.check_sources()?;
-        let mut wanted = vec![self.options.ranks.is_empty(); plan.tp as usize];
-        for rank in &self.options.ranks {
-            let slot = wanted.get_mut(*rank as usize);
-            *slot.ok_or_else(|| Fault::new(format!("rank {rank} of {}", plan.tp)).layout())? = true;
-        }
+        let wanted = self.wanted()?;
         let decoders: Vec<Option<Dequantizer>> =
             plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
         let nonfinite = Mutex::new(BTreeMap::<u32, Nonfinite>::new());
-        let accept = |job: &Job, found: Nonfinite| {
-            if found.any() {
-                *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() += found;
-                if !self.options.allow_nonfinite {
-                    return Err(refusal(plan, job, found));
-                }
-            }
-            Ok(())
+        let accept = |job: &Job, output: &Output, found: Nonfinite| {
+            *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(output.param).or_default() += found;
+            sink.note(output.param, &output.ranks, found);
+            if self.options.allow_nonfinite { Ok(()) } else { Err(refusal(plan, job, output, found)) }
         };
         let reads = Reads::new(plan.sources.len(), self.options.track_reads);
         let context = Context {
             plan,
             set: self.set,
             sink,
+            observer: self.observer,
             reads: &reads,
             simd: self.options.simd,
             decoders: &decoders,
@@ -124,20 +135,7 @@ impl<'a> Engine<'a> {
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
         };
-        let threads = match self.options.threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
-            n => n,
-        };
-        std::thread::scope(|scope| {
-            let work = || shared.work(&context, &self.options, progress);
-            for _ in 1..threads {
-                // A worker that cannot be started is one fewer, and so are those after it; this thread does the rest.
-                if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        on_threads(self.options.threads, || shared.work(&context, &self.options, progress));
         match shared.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
             None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),
@@ -146,6 +144,16 @@ impl<'a> Engine<'a> {
 }
 
 impl Engine<'_> {
+    /// Which slices are to be made.
+    fn wanted(&self) -> Result<Wanted> {
+        let (tp, Options { ranks, skip, .. }) = (self.plan.tp, &self.options);
+        if let Some(rank) = ranks.iter().find(|rank| **rank >= tp) {
+            return Err(Fault::new(format!("rank {rank} of {tp}")).layout());
+        }
+        let ranks = (0..tp).map(|rank| ranks.is_empty() || ranks.contains(&rank)).collect();
+        Ok(Wanted { ranks, skipped: skip.iter().copied().collect() })
+    }
+
     /// The set has the very tensors that the plan was made for. With others, types of equal size would pass for each
     /// other without any error.
     fn check_sources(&self) -> Result<()> {
@@ -203,8 +211,8 @@ impl Drop for StopOnPanic<'_> {
     }
 }
 
-fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
-    let param = &plan.params[job.param as usize];
+fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
+    let param = &plan.params[output.param as usize];
     let source = match job.read {
         Read::Fill { .. } => "a constant".to_owned(),
         Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
@@ -229,7 +237,7 @@ fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
 /// The tiles in order, made as they are asked for.
 struct Queue<'a> {
     engine: &'a Engine<'a>,
-    wanted: &'a [bool],
+    wanted: &'a Wanted,
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
     param: usize,
@@ -246,7 +254,7 @@ impl Queue<'_> {
                 self.param += 1;
                 continue;
             }
-            self.ahead.advance(self.engine, self.param);
+            self.ahead.advance(self.engine, self.param, self.wanted);
             let target = self.engine.options.tile_bytes.max(1) / param.dtype.bytes();
             let index = self.param as u32;
             let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
@@ -288,10 +296,10 @@ struct Ahead {
 }
 
 impl Ahead {
-    fn advance(&mut self, engine: &Engine<'_>, current: usize) {
+    fn advance(&mut self, engine: &Engine<'_>, current: usize, wanted: &Wanted) {
         let plan = engine.plan;
         if self.param > current {
-            self.pending -= self.pending.min(spans(plan, current).map(|(_, r)| r.end - r.start).sum());
+            self.pending -= self.pending.min(spans(plan, current, wanted).map(|(_, r)| r.end - r.start).sum());
         }
         self.param = self.param.max(current);
         while self.pending < engine.options.readahead.max(1) && self.param < plan.params.len() {
@@ -299,7 +307,7 @@ impl Ahead {
                 self.param += 1;
                 continue;
             }
-            for (source, range) in spans(plan, self.param) {
+            for (source, range) in spans(plan, self.param, wanted) {
                 let tensor = &engine.set.tensors()[source as usize];
                 let range = tensor.offset + range.start..tensor.offset + range.end;
                 self.pending += range.end - range.start;
@@ -313,10 +321,11 @@ impl Ahead {
     }
 }
 
-/// The byte range of each source that a parameter reads, over all ranks.
-fn spans(plan: &Plan, param: usize) -> impl Iterator<Item = (u32, Range<u64>)> {
+/// The byte range of each source that a parameter reads, over the wanted slices.
+fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u32, Range<u64>)> {
     let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
-    for slice in &plan.params[param].slices {
+    let slices = plan.params[param].slices.iter().enumerate();
+    for (_, slice) in slices.filter(|(rank, slice)| wanted.holds(*rank, slice)) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
             let ty = plan.sources[region.source as usize].ty;

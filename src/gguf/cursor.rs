@@ -20,11 +20,17 @@ pub(crate) enum Place<'a> {
     Tensor(u64, Option<&'a [u8]>),
 }
 
-/// A position in the bytes of one file.
+/// A position in the bytes of one file, of which only the start may be at hand.
+///
+/// Lengths are checked against the whole file. What lies inside it but beyond the bytes at hand ends the parsing:
+/// [`Cursor::needs`] then says how many are needed, and the error is of no meaning.
 pub(crate) struct Cursor<'a> {
     path: &'a Path,
     bytes: &'a [u8],
+    /// Length of the file.
+    length: u64,
     at: usize,
+    needs: Option<u64>,
     /// What is being read.
     pub(crate) place: Place<'a>,
 }
@@ -39,8 +45,24 @@ pub(crate) fn shown(bytes: &[u8]) -> String {
 }
 
 impl<'a> Cursor<'a> {
-    pub(crate) fn new(path: &'a Path, bytes: &'a [u8]) -> Self {
-        Cursor { path, bytes, at: 0, place: Place::Start }
+    /// A cursor over the first bytes of a file of so many bytes.
+    pub(crate) fn new(path: &'a Path, bytes: &'a [u8], length: u64) -> Self {
+        Cursor { path, bytes, length, at: 0, needs: None, place: Place::Start }
+    }
+
+    /// How many bytes from the start must be at hand before parsing can go on where it ended.
+    pub(crate) fn needs(&self) -> Option<u64> {
+        self.needs
+    }
+
+    /// Makes sure that the first `end` bytes are at hand, as far as the file has them.
+    pub(crate) fn reach(&mut self, end: u64) -> Result<()> {
+        let end = end.min(self.length);
+        if end <= self.bytes.len() as u64 {
+            return Ok(());
+        }
+        self.needs = Some(end);
+        Err(self.fault("more of the header has to be read").expected(format!("{end} bytes at hand")).truncated())
     }
 
     /// Bytes read so far.
@@ -50,7 +72,7 @@ impl<'a> Cursor<'a> {
 
     /// Bytes left of the file.
     pub(crate) fn left(&self) -> u64 {
-        (self.bytes.len() - self.at) as u64
+        self.length - self.at as u64
     }
 
     /// A fault that names the file, the place and a byte offset.
@@ -78,7 +100,8 @@ impl<'a> Cursor<'a> {
             let fault = self.fault(found).expected(format!("{length} more bytes, of which {} are there", self.left()));
             return Err(fault.remedy(CUT_SHORT).truncated());
         }
-        // `length` is at most the length of a slice, so it fits.
+        self.reach(self.at as u64 + length)?;
+        // It ends inside a slice, so it fits.
         let start = self.at;
         self.at += length as usize;
         Ok(start..self.at)

@@ -50,26 +50,17 @@ pub(crate) struct Located {
 pub(crate) fn locate(path: &Path) -> Result<Located> {
     let meta = fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
     let file = if meta.is_dir() { only_set(path)? } else { path.to_path_buf() };
-    let Some(split) = SplitName::of(&file) else {
-        let files = vec![file];
-        present(&files)?;
-        return Ok(Located { files, split: None });
-    };
+    let Some(split) = SplitName::of(&file) else { return Ok(Located { files: vec![file], split: None }) };
     if split.number == 0 || split.number > split.count {
         let fault = Fault::new(format!("the name says part {} of {}", split.number, split.count)).file(&file);
         return Err(fault.expected(format!("a part from 1 to {}", split.count)).remedy("Rename the file.").split());
     }
     let files: Vec<PathBuf> = (1..=split.count).map(|i| file.with_file_name(split.part(i))).collect();
-    present(&files)?;
+    missing(&files)?;
     Ok(Located { files, split: Some(split) })
 }
 
-/// Checks that every file is there, and is one: opening a pipe would wait for somebody to write to it.
-fn present(files: &[PathBuf]) -> Result<()> {
-    if let Some(other) = files.iter().find(|file| fs::metadata(file).is_ok_and(|meta| !meta.is_file())) {
-        let fault = Fault::new("not a regular file").file(other).expected("a GGUF file on disk");
-        return Err(fault.remedy("Pipes and devices cannot be mapped; save the model to a file first.").unsupported());
-    }
+fn missing(files: &[PathBuf]) -> Result<()> {
     let absent = |file: &&PathBuf| matches!(fs::metadata(file), Err(e) if e.kind() == ErrorKind::NotFound);
     let missing: Vec<&PathBuf> = files.iter().filter(absent).collect();
     let Some(first) = missing.first() else { return Ok(()) };

@@ -51,27 +51,44 @@ pub(crate) struct Header {
     pub(crate) data_start: u64,
 }
 
-/// Reads the header of one file.
-pub(crate) fn read(path: &Path, map: &Arc<Map>) -> Result<Header> {
-    let mut cursor = Cursor::new(path, map);
-    let version = magic_and_version(path, &mut cursor)?;
-    let tensor_count = count(&mut cursor, "tensors")?;
-    let entry_count = count(&mut cursor, "metadata entries")?;
-    fits(&cursor, entry_count, MIN_ENTRY, "metadata entries")?;
+/// What the bytes at hand give.
+pub(crate) enum Read {
+    /// The header.
+    Whole(Header),
+    /// The header goes on: so many bytes from the start are needed, at least.
+    Needs(u64),
+}
 
-    let entries = entries(&mut cursor, entry_count)?;
+/// Reads the header of one file of `length` bytes, of which `map` holds all or the first ones.
+pub(crate) fn read(path: &Path, map: &Arc<Map>, length: u64) -> Result<Read> {
+    let mut cursor = Cursor::new(path, map, length);
+    let parsed = parse(path, &mut cursor, map);
+    match cursor.needs() {
+        Some(bytes) => Ok(Read::Needs(bytes)),
+        None => parsed.map(Read::Whole),
+    }
+}
+
+fn parse(path: &Path, cursor: &mut Cursor<'_>, map: &Arc<Map>) -> Result<Header> {
+    let version = magic_and_version(path, cursor)?;
+    let tensor_count = count(cursor, "tensors")?;
+    let entry_count = count(cursor, "metadata entries")?;
+    fits(cursor, entry_count, MIN_ENTRY, "metadata entries")?;
+
+    let entries = entries(cursor, entry_count)?;
     let metadata = Metadata::new(path, Arc::clone(map), entries);
     let alignment = alignment(&metadata)?;
 
     cursor.place = Place::Start;
-    fits(&cursor, tensor_count, MIN_INFO, "tensors")?;
-    let mut tensors = tensors(&mut cursor, tensor_count, alignment)?;
+    fits(cursor, tensor_count, MIN_INFO, "tensors")?;
+    let mut tensors = tensors(cursor, tensor_count, alignment)?;
 
     cursor.place = Place::Start;
     let end = cursor.at();
     let data_start = (end as u64).next_multiple_of(alignment);
+    cursor.reach(data_start)?;
     if alignment > DEFAULT_ALIGNMENT {
-        laid_out_at_default(&cursor, end, data_start, map)?;
+        laid_out_at_default(cursor, end, data_start, map)?;
     }
     for tensor in &mut tensors {
         tensor.offset = tensor.offset.checked_add(data_start).ok_or_else(|| {

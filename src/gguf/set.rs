@@ -1,14 +1,17 @@
 //! A GGUF model as one set of parts: a single file, or a split set checked as a whole.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::cursor::CUT_SHORT;
 use super::discover::{self, SplitName};
-use super::header::{self, Header};
+use super::header::Header;
 use super::map::{Advice, Map};
+use super::mark::Mark;
 use super::metadata::{Field, Metadata};
+use super::reader::{OpenOptions, Reader};
 use super::tensor::SourceTensor;
 use super::value::Value;
 use crate::error::{Error, Fault, Result};
@@ -20,8 +23,9 @@ const SPLIT_TENSORS: &str = "split.tensors.count";
 /// One file of a set.
 #[derive(Debug)]
 pub struct Part {
-    path: PathBuf,
-    map: Arc<Map>,
+    reader: Reader,
+    /// The file from its start, at least up to the end of the header.
+    start: Arc<Map>,
     header_bytes: u64,
     version: u32,
     alignment: u64,
@@ -31,12 +35,17 @@ pub struct Part {
 impl Part {
     /// The file, as it was given or found beside the file that was given.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.reader.path()
     }
 
     /// Size of the file in bytes.
     pub fn bytes(&self) -> u64 {
-        self.map.len() as u64
+        self.reader.bytes()
+    }
+
+    /// Whether the file is mapped (or was in memory from the start), rather than read into buffers.
+    pub fn is_mapped(&self) -> bool {
+        self.reader.whole().is_some()
     }
 
     /// Bytes up to the start of the data section, or the whole file if it ends before.
@@ -61,10 +70,15 @@ impl Part {
 
     /// BLAKE3 of the first [`Part::header_bytes`] bytes, in hexadecimal: it identifies names, shapes, types and metadata.
     pub fn header_blake3(&self) -> Result<String> {
-        let header = usize::try_from(self.header_bytes).ok().and_then(|end| self.map.get(..end));
+        let header = usize::try_from(self.header_bytes).ok().and_then(|end| self.start.get(..end));
         let header =
-            header.ok_or_else(|| Fault::new("the file ends inside its header").file(&self.path).truncated())?;
+            header.ok_or_else(|| Fault::new("the file ends inside its header").file(self.path()).truncated())?;
         Ok(blake3::hash(header).to_hex().to_string())
+    }
+
+    /// What tells this file from another of the same size and header. Reads a few pages.
+    pub fn mark(&self) -> Result<Mark> {
+        self.reader.mark()
     }
 }
 
@@ -82,65 +96,68 @@ pub struct GgufSet {
 
 impl GgufSet {
     /// Opens the model that a path stands for: a file, any part of a split set, or a folder that holds exactly one model.
+    /// Its bytes are read, not mapped.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read; [`Error::Container`], [`Error::Unsupported`] or [`Error::Truncated`] if
     /// one is not a sound GGUF file; [`Error::Split`] if the parts are not one complete set, or the folder not one model.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        Self::open_as(path.as_ref(), false)
+        Self::open_with(path, OpenOptions::default())
     }
 
-    /// Opens a model whose data may be absent: every check but that of extents, and [`GgufSet::data`] is an error.
+    /// Opens a model whose data may be absent: every check but that of extents, and [`GgufSet::read`] is an error.
     pub fn open_header_only(path: impl AsRef<Path>) -> Result<Self> {
-        Self::open_as(path.as_ref(), true)
+        Self::open_with(path, OpenOptions { header_only: true, ..OpenOptions::default() })
+    }
+
+    /// As [`GgufSet::open`], with a choice of how bytes are fetched and whether they must be there.
+    pub fn open_with(path: impl AsRef<Path>, options: OpenOptions) -> Result<Self> {
+        let path = path.as_ref();
+        let located = discover::locate(path)?;
+        let mut files = Vec::with_capacity(located.files.len());
+        for (i, file) in located.files.into_iter().enumerate() {
+            let reader = Reader::open(&file, options)?;
+            let (start, header) = reader.header()?;
+            match &located.split {
+                Some(split) if split.count > 1 => check_part(&header.metadata, i, split)?,
+                _ => check_single(&header.metadata, &file)?,
+            }
+            if !options.header_only {
+                extents(&reader, &header)?;
+            }
+            files.push((reader, start, header));
+        }
+        Self::assemble(path, options.header_only, located.split, files)
     }
 
     /// A single whole file that is already in memory. The path is only a name, for messages.
     pub fn from_bytes(path: impl AsRef<Path>, bytes: Vec<u8>) -> Result<Self> {
         let path = path.as_ref();
-        let map = Arc::new(Map::from_vec(bytes));
-        let header = header::read(path, &map)?;
+        let reader = Reader::memory(path, Map::from_vec(bytes));
+        let (start, header) = reader.header()?;
         check_single(&header.metadata, path)?;
-        extents(path, &map, &header)?;
-        Self::assemble(path, false, None, vec![(path.to_path_buf(), map, header)])
-    }
-
-    fn open_as(path: &Path, header_only: bool) -> Result<Self> {
-        let located = discover::locate(path)?;
-        let mut files = Vec::with_capacity(located.files.len());
-        for (i, file) in located.files.into_iter().enumerate() {
-            let map = Arc::new(Map::open(&file)?);
-            let header = header::read(&file, &map)?;
-            match &located.split {
-                Some(split) if split.count > 1 => check_part(&header.metadata, i, split)?,
-                _ => check_single(&header.metadata, &file)?,
-            }
-            if !header_only {
-                extents(&file, &map, &header)?;
-            }
-            files.push((file, map, header));
-        }
-        Self::assemble(path, header_only, located.split, files)
+        extents(&reader, &header)?;
+        Self::assemble(path, false, None, vec![(reader, start, header)])
     }
 
     fn assemble(
         path: &Path,
         header_only: bool,
         split: Option<SplitName>,
-        files: Vec<(PathBuf, Arc<Map>, Header)>,
+        files: Vec<(Reader, Arc<Map>, Header)>,
     ) -> Result<Self> {
         let total: usize = files.iter().map(|(_, _, header)| header.tensors.len()).sum();
         let mut parts: Vec<Part> = Vec::with_capacity(files.len());
         let mut tensors = Vec::with_capacity(total);
         let mut metadata: Option<Metadata> = None;
-        for (i, (file, map, header)) in files.into_iter().enumerate() {
+        for (i, (reader, start, header)) in files.into_iter().enumerate() {
             check_total(&header.metadata, total, split.as_ref().map_or(1, |s| s.count))?;
             let first = tensors.len();
             tensors.extend(header.tensors.into_iter().map(|tensor| SourceTensor { part: i, ..tensor }));
             parts.push(Part {
-                path: file,
-                header_bytes: header.data_start.min(map.len() as u64),
-                map,
+                header_bytes: header.data_start.min(reader.bytes()),
+                reader,
+                start,
                 version: header.version,
                 alignment: header.alignment,
                 tensors: first..tensors.len(),
@@ -156,8 +173,8 @@ impl GgufSet {
         by_name.sort_unstable_by(|&a, &b| tensors[a].name.cmp(&tensors[b].name).then(a.cmp(&b)));
         if let Some(twice) = by_name.windows(2).find(|w| tensors[w[0]].name == tensors[w[1]].name) {
             let (first, second) = (&tensors[twice[0]], &tensors[twice[1]]);
-            let found = format!("also in {}", parts[first.part].path.display());
-            let fault = Fault::new(found).file(&parts[second.part].path).tensor(&second.name);
+            let found = format!("also in {}", parts[first.part].path().display());
+            let fault = Fault::new(found).file(parts[second.part].path()).tensor(&second.name);
             let fault = fault.expected("every tensor in one part only");
             return Err(fault.remedy("The parts are not of one split; download the set again.").split());
         }
@@ -190,34 +207,73 @@ impl GgufSet {
         Some(self.by_name[found])
     }
 
-    /// The stored bytes of a tensor, padding not included.
-    pub fn data(&self, index: usize) -> Result<&[u8]> {
-        let Some(tensor) = self.tensors.get(index) else {
-            let fault = Fault::new(format!("tensor {index} was asked for")).file(&self.path);
-            return Err(fault.expected(format!("an index below {}", self.tensors.len())).contradiction());
+    /// The stored bytes of a tensor, padding not included. Where the file is not mapped, that is a copy of all of them;
+    /// [`GgufSet::read`] takes a part into a buffer.
+    pub fn data(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        let (tensor, part) = self.tensor(index)?;
+        let range = self.place(tensor, 0..tensor.bytes)?;
+        let in_memory = part.reader.whole().and_then(|whole| whole.get(range.start as usize..range.end as usize));
+        if let Some(data) = in_memory {
+            return Ok(Cow::Borrowed(data));
+        }
+        let mut buffer = Vec::new();
+        let length = part.reader.read(range, Some(&tensor.name), &mut buffer)?.len();
+        buffer.truncate(length);
+        Ok(Cow::Owned(buffer))
+    }
+
+    /// A byte range of a tensor's stored bytes. Where the file is not mapped they are read into `buffer`, whose length
+    /// and content are of no meaning afterwards; it is meant to be used again and again.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`] if the file has become shorter since it was opened, [`Error::Io`] if it cannot be read,
+    /// [`Error::Unsupported`] if the set was opened for its headers only, [`Error::Audit`] for a range that is not the
+    /// tensor's.
+    pub fn read<'a>(&'a self, index: usize, range: Range<u64>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        let (tensor, part) = self.tensor(index)?;
+        part.reader.read(self.place(tensor, range)?, Some(&tensor.name), buffer)
+    }
+
+    /// A byte range of a part's file, as [`GgufSet::read`] gives one of a tensor.
+    pub fn read_part<'a>(&'a self, part: usize, range: Range<u64>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        let Some(part) = self.parts.get(part) else {
+            let fault = Fault::new(format!("part {part} was asked for")).file(&self.path);
+            return Err(fault.expected(format!("an index below {}", self.parts.len())).audit());
         };
-        let part = &self.parts[tensor.part];
-        let fault = |found: &str| Fault::new(found).file(&part.path).tensor(&tensor.name).offset(tensor.offset);
+        part.reader.read(range, None, buffer)
+    }
+
+    fn tensor(&self, index: usize) -> Result<(&SourceTensor, &Part)> {
+        let tensor = self.tensors.get(index).ok_or_else(|| {
+            let fault = Fault::new(format!("tensor {index} was asked for")).file(&self.path);
+            fault.expected(format!("an index below {}", self.tensors.len())).contradiction()
+        })?;
+        Ok((tensor, &self.parts[tensor.part]))
+    }
+
+    /// Where a range of a tensor's bytes is in its file.
+    fn place(&self, tensor: &SourceTensor, range: Range<u64>) -> Result<Range<u64>> {
+        let path = self.parts[tensor.part].path();
+        let fault = |found: String| Fault::new(found).file(path).tensor(&tensor.name).offset(tensor.offset);
         if self.header_only {
-            return Err(fault("the set was opened for its headers only")
-                .expected("files with their data")
-                .unsupported());
+            let fault = fault("the set was opened for its headers only".into());
+            return Err(fault.expected("files with their data").unsupported());
         }
-        if tensor.bytes == 0 {
-            return Ok(&[]);
+        if range.start > range.end || range.end > tensor.bytes {
+            let fault = fault(format!("bytes {range:?} of {} are needed", tensor.bytes));
+            return Err(fault.expected("a range of the tensor's bytes").audit());
         }
-        let start = usize::try_from(tensor.offset).ok();
-        let end = tensor.offset.checked_add(tensor.bytes).and_then(|end| usize::try_from(end).ok());
-        let data = start.zip(end).and_then(|(start, end)| part.map.get(start..end));
-        data.ok_or_else(|| fault("the file ends before the tensor's data").remedy(CUT_SHORT).truncated())
+        if range.start == range.end {
+            // An empty tensor may be said to begin behind the end of its file.
+            return Ok(0..0);
+        }
+        // Extents were checked: the sum is within the file.
+        Ok(tensor.offset + range.start..tensor.offset + range.end)
     }
 
     /// Tells the system what to expect of a byte range of a part's file.
     pub fn advise(&self, part: usize, range: Range<u64>, advice: Advice) -> Result<()> {
-        let Some(part) = self.parts.get(part) else { return Ok(()) };
-        let clamp = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        let advised = part.map.advise(clamp(range.start)..clamp(range.end), advice);
-        advised.map_err(|e| Error::io("give the system advice about", &part.path, e))
+        self.parts.get(part).map_or(Ok(()), |part| part.reader.advise(range, advice))
     }
 
     /// `general.architecture`.
@@ -262,8 +318,8 @@ impl GgufSet {
 }
 
 /// Checks that every tensor's bytes lie inside the file.
-fn extents(path: &Path, map: &Map, header: &Header) -> Result<()> {
-    let size = map.len() as u64;
+fn extents(reader: &Reader, header: &Header) -> Result<()> {
+    let size = reader.bytes();
     let end = |t: &SourceTensor| if t.bytes == 0 { Some(0) } else { t.offset.checked_add(t.bytes) };
     let outside = |t: &&SourceTensor| end(t).is_none_or(|end| end > size);
     let Some(first) = header.tensors.iter().find(outside) else { return Ok(()) };
@@ -272,7 +328,7 @@ fn extents(path: &Path, map: &Map, header: &Header) -> Result<()> {
     let needed = last.map_or("more than 2^64".to_owned(), |last| last.to_string());
     let others = if count > 1 { format!(" (as does that of {} more tensors)", count - 1) } else { String::new() };
     let found = format!("the file has {size} bytes and ends before the tensor's data does{others}; it begins");
-    let fault = Fault::new(found).file(path).tensor(&first.name).offset(first.offset);
+    let fault = Fault::new(found).file(reader.path()).tensor(&first.name).offset(first.offset);
     Err(fault.expected(format!("a file of at least {needed} bytes")).remedy(CUT_SHORT).truncated())
 }
 

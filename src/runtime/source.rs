@@ -9,7 +9,7 @@ use crate::convert::{self, Request};
 use crate::dequant::FloatType;
 use crate::engine;
 use crate::error::{Fault, Result};
-use crate::gguf::GgufSet;
+use crate::gguf::{self, GgufSet};
 use crate::mapping::{self, Mapping, MtpPolicy, Profile, Set};
 use crate::plan::Plan;
 
@@ -100,7 +100,12 @@ impl Source {
     ///
     /// Those of [`GgufSet::open`], and [`Error::Unsupported`](crate::Error::Unsupported) for a file that is no model.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let set = GgufSet::open(path)?;
+        Self::open_with(path, gguf::OpenOptions::default())
+    }
+
+    /// As [`Source::open`], with a choice of how bytes are fetched.
+    pub fn open_with(path: impl AsRef<Path>, options: gguf::OpenOptions) -> Result<Self> {
+        let set = GgufSet::open_with(path, options)?;
         set.refuse_nonmodel()?;
         Ok(Source(Arc::new(set)))
     }
@@ -162,7 +167,7 @@ impl Source {
         if let Some(names) = names {
             keep(&mut plan, &names, &self.0)?;
         }
-        narrow(&mut plan, rank);
+        narrow(&mut plan);
         let engine = engine::Options { ranks: vec![rank], threads, allow_nonfinite, ..engine::Options::default() };
         Weights::start(Arc::clone(&self.0), plan, rank, engine, memory)
     }
@@ -190,18 +195,10 @@ fn keep(plan: &mut Plan, names: &[String], set: &GgufSet) -> Result<()> {
     Err(Fault::new(found).file(set.path()).tensor(first).layout())
 }
 
-/// Leaves what `rank` needs of an audited plan.
-fn narrow(plan: &mut Plan, rank: u32) {
-    for param in &mut plan.params {
-        // Decoding two parameters in one pass would keep the later one in memory until its turn.
-        param.joins = None;
-        for (other, slice) in param.slices.iter_mut().enumerate() {
-            if other != rank as usize {
-                // Not decoded anyway, but read ahead.
-                slice.pieces = 0..0;
-            }
-        }
-    }
+/// Takes from an audited plan what has no meaning without files.
+fn narrow(plan: &mut Plan) {
+    // Decoding two parameters in one pass would keep the later one in memory until its turn.
+    plan.params.iter_mut().for_each(|param| param.joins = None);
     // They list parameters by an index that may have changed.
     plan.files.clear();
 }

@@ -3,18 +3,17 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::ErrorKind;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use super::contents::lock;
 use super::{Finding, Report, What};
 use crate::engine::Sink;
 use crate::error::{Fault, Result};
+use crate::gguf::read_up_to;
 use crate::plan::Plan;
 use crate::regular;
+use crate::threads::lock;
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 64 << 10;
@@ -212,18 +211,4 @@ impl Written<'_> {
             *self.handle.write().unwrap_or_else(PoisonError::into_inner) = Handle::Closed;
         }
     }
-}
-
-/// Reads until the buffer is full or the file ends.
-fn read_up_to(file: &File, buffer: &mut [u8], at: u64) -> std::io::Result<usize> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match file.read_at(&mut buffer[filled..], at + filled as u64) {
-            Ok(0) => break,
-            Ok(read) => filled += read,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
 }

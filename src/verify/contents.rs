@@ -11,20 +11,20 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Finding, Options, Report, Step, What};
+use crate::engine::check_cancel;
 use crate::error::{Error, Result};
 use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
 use crate::regular;
+use crate::threads::{lock, on_threads};
 
 /// Bytes that are read at a time.
 const TILE: u64 = 1 << 20;
-/// Most threads that are started, whatever is asked for; each has a tile of its own.
-const MOST_THREADS: usize = 1024;
 
 /// One file to be read, as the manifest describes it.
 struct Target<'m> {
@@ -71,6 +71,7 @@ struct Checker<'m> {
     queue: Mutex<Queue<'m>>,
     results: Mutex<Results>,
     progress: &'m (dyn Fn(Step) + Sync),
+    cancel: Option<&'m AtomicBool>,
     /// Which file has a digest, to recognise files that were swapped.
     owners: HashMap<Digest, &'m str>,
 }
@@ -88,7 +89,7 @@ struct Results {
 pub(super) fn check(
     dir: &Path,
     manifest: &Manifest,
-    options: Options,
+    options: &Options,
     progress: &(dyn Fn(Step) + Sync),
     report: &mut Report,
 ) -> Result<()> {
@@ -105,7 +106,7 @@ pub(super) fn check(
         check: "folder",
         bytes: targets.iter().map(|target| target.bytes).fold(0, u64::saturating_add),
     });
-    let results = check_targets(dir, manifest, &targets, Depth::Contents, options.threads, progress)?;
+    let results = check_targets(dir, manifest, &targets, Depth::Contents, options, progress)?;
     report.findings.extend(results.findings.into_iter().map(|(_, finding)| finding));
     report.files += results.files;
     report.tensors += results.tensors;
@@ -131,7 +132,8 @@ pub(crate) fn check_files(
     threads: usize,
 ) -> Result<Vec<Finding>> {
     let targets: Vec<Target<'_>> = files.iter().map(|file| Target::of(file)).collect();
-    let results = check_targets(dir, manifest, &targets, depth, threads, &|_| {})?;
+    let options = Options { threads, ..Options::default() };
+    let results = check_targets(dir, manifest, &targets, depth, &options, &|_| {})?;
     Ok(results.findings.into_iter().map(|(_, finding)| finding).collect())
 }
 
@@ -140,7 +142,7 @@ fn check_targets<'m>(
     manifest: &'m Manifest,
     targets: &'m [Target<'m>],
     depth: Depth,
-    threads: usize,
+    options: &'m Options,
     progress: &'m (dyn Fn(Step) + Sync),
 ) -> Result<Results> {
     let checker = Checker {
@@ -148,9 +150,10 @@ fn check_targets<'m>(
         queue: Mutex::new(Queue { targets: targets.iter().enumerate(), current: None }),
         results: Mutex::default(),
         progress,
+        cancel: options.cancel.as_deref(),
         owners: manifest.files.iter().map(|file| (file.blake3, file.name.as_str())).collect(),
     };
-    on_threads(threads, || match depth {
+    on_threads(options.threads, || match depth {
         Depth::Headers => checker.look(),
         Depth::Contents => checker.work(),
     });
@@ -162,27 +165,6 @@ fn check_targets<'m>(
     Ok(results)
 }
 
-/// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
-pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
-    let threads = match threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads.min(MOST_THREADS),
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            // A thread that cannot be started is one fewer, and so are those after it; this one does the rest.
-            if std::thread::Builder::new().spawn_scoped(scope, &work).is_err() {
-                break;
-            }
-        }
-        work();
-    });
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl<'m> Checker<'m> {
     /// Takes tiles until none are left.
     fn work(&self) {
@@ -191,7 +173,7 @@ impl<'m> Checker<'m> {
             let len = TILE.min(reading.target.bytes - offset);
             let tile = &mut buffer[..len as usize];
             let hashed = match reading.file.read_exact_at(tile, offset) {
-                Ok(()) => reading.hash(offset, tile),
+                Ok(()) => check_cancel(self.cancel).and_then(|()| reading.hash(offset, tile)),
                 Err(e) => {
                     if !reading.unreadable.swap(true, Ordering::Relaxed) {
                         self.find(reading.number, unreadable(reading.target, &e));

@@ -23,12 +23,13 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use super::contents::{lock, on_threads};
 use super::report::REFERENCE;
 use super::{Distance, Finding, Options, Report, Step, Summary, What};
+use crate::engine::check_cancel;
 use crate::error::{Error, Fault, Result};
 use crate::output::manifest::{FileEntry, Manifest, Parameter, TensorEntry};
 use crate::regular;
+use crate::threads::{lock, on_threads};
 
 mod original;
 mod place;
@@ -76,7 +77,7 @@ impl Original {
         &self,
         dir: &Path,
         manifest: &Manifest,
-        options: Options,
+        options: &Options,
         progress: &(dyn Fn(Step) + Sync),
         report: &mut Report,
     ) -> Result<()> {
@@ -96,7 +97,7 @@ impl Original {
             while !failed.load(Ordering::Relaxed) {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(task) = tasks.get(index) else { return };
-                let result = worker.compare(task);
+                let result = check_cancel(options.cancel.as_deref()).and_then(|()| worker.compare(task));
                 if result.is_err() {
                     failed.store(true, Ordering::Relaxed);
                 }
@@ -158,7 +159,7 @@ impl Original {
     }
 
     /// What can be compared, and what cannot.
-    fn tasks<'a>(&'a self, manifest: &'a Manifest, options: Options) -> (Vec<Task<'a>>, Vec<Finding>) {
+    fn tasks<'a>(&'a self, manifest: &'a Manifest, options: &Options) -> (Vec<Task<'a>>, Vec<Finding>) {
         let mut holders: HashMap<&str, Vec<(&FileEntry, &TensorEntry)>> = HashMap::new();
         let wanted = |file: &&FileEntry| options.rank.is_none() || file.rank.is_none() || file.rank == options.rank;
         for file in manifest.files.iter().filter(wanted) {

@@ -108,6 +108,8 @@ pub enum What {
     Index,
     /// A tensor's bytes are not those that the source gives.
     SourceBytes,
+    /// The BLAKE3 of a part of the source is not the recorded one.
+    SourceDigest,
     /// The manifest is not the one that the source gives.
     Record,
     /// The number of values that are not finite is not the recorded one.
@@ -144,6 +146,7 @@ impl What {
             What::Sums => "the list of digests differs",
             What::Index => "the index differs",
             What::SourceBytes => "the bytes are not those that the source gives",
+            What::SourceDigest => "the source's BLAKE3 differs",
             What::Record => "the manifest is not what the source gives",
             What::Nonfinite => "other values are not finite than those recorded",
             What::ReferenceValues => "the values are too far from the reference",
@@ -168,7 +171,7 @@ impl What {
             }
             What::Unreadable => "Check the permissions and the disk",
             What::Sums | What::Index => "Copy the list or index again from where it was written, or convert again",
-            What::SourceBytes | What::Record | What::Nonfinite => {
+            What::SourceBytes | What::SourceDigest | What::Record | What::Nonfinite => {
                 "Convert the source again: the folder, or the source's tensor data, was changed after the conversion"
             }
             What::ReferenceValues | What::Padding | What::Replica => {

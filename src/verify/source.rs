@@ -13,13 +13,13 @@ use super::report::SOURCE;
 use super::{Finding, Options, Report, Step, What};
 use crate::convert::{self, Planned, Request};
 use crate::dequant::{FloatType, Nonfinite};
-use crate::engine::{self, Engine};
+use crate::engine::{self, Engine, Observer};
 use crate::error::{Error, Fault, Result};
-use crate::gguf::GgufSet;
+use crate::gguf::{GgufSet, OpenOptions};
 use crate::mapping::{Mapping, MtpPolicy, Profile, RulesId};
 use crate::output::filename;
 use crate::output::manifest::{FileEntry, Manifest, Parameter};
-use crate::output::{Digest, SafetensorsHeader, header_of};
+use crate::output::{Digest, SafetensorsHeader, SourceHasher, header_of};
 use crate::plan::{DRAFT_FOLDER, Plan, PlannedFile};
 use crate::regular;
 
@@ -31,8 +31,8 @@ pub(super) struct Source {
 impl Source {
     /// Opens the source, and refuses one that is not the manifest's, or that this version would plan otherwise. `path` is
     /// the manifest's, for messages.
-    pub fn open(source: &Path, manifest: &Manifest, path: &Path) -> Result<Self> {
-        let set = GgufSet::open(source)?;
+    pub fn open(source: &Path, options: OpenOptions, manifest: &Manifest, path: &Path) -> Result<Self> {
+        let set = GgufSet::open_with(source, options)?;
         check_parts(&set, manifest)?;
         set.refuse_nonmodel()?;
         let (mapping, profile) = (mapping(manifest, path)?, profile(manifest, path)?);
@@ -55,7 +55,7 @@ impl Source {
         &self,
         dir: &Path,
         manifest: &Manifest,
-        options: Options,
+        options: &Options,
         progress: &(dyn Fn(Step) + Sync),
         report: &mut Report,
     ) -> Result<()> {
@@ -84,11 +84,19 @@ impl Source {
             threads: options.threads,
             // A value that should not be there is a finding, below, and no reason to stop at the first.
             allow_nonfinite: true,
+            cancel: options.cancel.clone(),
             ..engine::Options::default()
         };
         let comparer = Comparer::new(plan, dir, &ranks, &header_bytes);
-        let outcome = Engine::new(plan, set, engine_options).run(&comparer, &|bytes| progress(Step::Bytes(bytes)))?;
+        // Recorded digests are compared in the same pass.
+        let hasher = manifest.source.parts.iter().any(|part| part.blake3.is_some()).then(|| SourceHasher::new(set));
+        let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
+        let engine = Engine::new(plan, set, engine_options).observed(observer);
+        let outcome = engine.run(&comparer, &|bytes| progress(Step::Bytes(bytes)))?;
         comparer.finish(report)?;
+        if let Some(hasher) = hasher {
+            check_digests(&hasher.finish(options.threads, options.cancel.as_deref())?, manifest, report);
+        }
         // Of other ranks than the conversion made, other values are counted.
         let counted = (ranks == manifest.topology.ranks).then_some(&outcome.nonfinite);
         check_parameters(plan, manifest, counted, report);
@@ -351,6 +359,16 @@ fn check_parameters(plan: &Plan, manifest: &Manifest, counted: Option<&BTreeMap<
     }
     for difference in unlike(&convert::ignored(plan), &manifest.ignored, |ignored| &ignored.tensor) {
         report.push(difference.record("", |ignored| format!("ignored: {}", ignored.reason)));
+    }
+}
+
+/// The source's files must be those whose digests were recorded, to the byte: ignored tensors and padding included.
+fn check_digests(found: &[Digest], manifest: &Manifest, report: &mut Report) {
+    for (part, found) in manifest.source.parts.iter().zip(found) {
+        if let Some(expected) = part.blake3.filter(|expected| expected != found) {
+            let finding = Finding::new(filename::MANIFEST, What::SourceDigest);
+            report.push(finding.expected(format!("{expected} for '{}'", part.name)).found(found));
+        }
     }
 }
 

@@ -39,7 +39,7 @@ pub fn decode(set: &GgufSet, name: &str) -> Vec<f32> {
     let index = set.find(name).unwrap_or_else(|| panic!("the file has no '{name}'"));
     let tensor = &set.tensors()[index];
     let mut out = vec![0.0; tensor.elements() as usize];
-    Dequantizer::new(tensor.ty, Simd::Baseline).unwrap().to_f32(set.data(index).unwrap(), &mut out);
+    Dequantizer::new(tensor.ty, Simd::Baseline).unwrap().to_f32(&set.data(index).unwrap(), &mut out);
     out
 }
 

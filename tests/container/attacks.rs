@@ -69,7 +69,7 @@ fn seed_files_are_refused_and_are_what_the_builder_makes() {
     for (name, bytes, message) in seeds() {
         let path = folder.join(format!("{name}.gguf"));
         assert!(fs::read(&path).unwrap() == bytes, "{name}: run with GGSHARD_BLESS=1 after changing the builder");
-        let error = refusal(&path, GgufSet::open(&path));
+        let error = refusal(&path, crate::open(&path));
         assert!(error.to_string().contains(message), "{name}: {error}");
     }
 }
@@ -174,7 +174,7 @@ fn p7_truncated_data_is_noticed_at_open() {
     let path = folder.path().join("model.gguf");
     let bytes = Gguf::model().bytes();
     fs::write(&path, &bytes[..bytes.len() - 17]).unwrap();
-    let error = refusal(&path, GgufSet::open(&path));
+    let error = refusal(&path, crate::open(&path));
     let fault = error.fault();
     assert!(matches!(error, Error::Truncated(_)) && fault.tensor.as_deref() == Some("output_norm.weight"), "{error}");
     assert!(fault.expected.as_deref().unwrap().contains(&(bytes.len() - 16).to_string()), "{error}");

@@ -48,11 +48,11 @@ fn set(parts: &[Gguf]) -> (TempDir, Vec<PathBuf>) {
 fn refused(parts: &[Gguf], part: usize) -> String {
     let (_folder, paths) = set(parts);
     for path in &paths {
-        let error = GgufSet::open(path).expect_err("the set was accepted");
+        let error = crate::open(path).expect_err("the set was accepted");
         assert!(matches!(error, Error::Split(_)), "{error}");
         assert_eq!(error.fault().file.as_ref(), Some(&paths[part]), "{error}");
     }
-    GgufSet::open(&paths[0]).unwrap_err().to_string()
+    crate::open(&paths[0]).unwrap_err().to_string()
 }
 
 /// What must be the same however a model is cut: names, types, shapes and bytes, in order, and the metadata.
@@ -69,7 +69,7 @@ fn any_part_or_the_folder_opens_the_whole_model() {
     for sizes in [&[1, 1, 1][..], &[0, 2, 1], &[3, 0], &[0, 3]] {
         let (folder, paths) = set(&parts(sizes));
         for path in paths.iter().map(PathBuf::as_path).chain([folder.path()]) {
-            let set = GgufSet::open(path).unwrap();
+            let set = crate::open(path).unwrap();
             assert_eq!(contents(&set), whole);
             assert_eq!(set.path(), path);
             let counts: Vec<_> = set.parts().iter().map(|p| p.tensors().len()).collect();
@@ -84,7 +84,7 @@ fn a_metadata_only_first_part_may_end_without_padding() {
     let parts = parts(&[0, 3]);
     let (_folder, paths) = set(&parts);
     fs::write(&paths[0], parts[0].header()).unwrap();
-    let set = GgufSet::open(&paths[1]).unwrap();
+    let set = crate::open(&paths[1]).unwrap();
     assert_eq!(set.parts()[0].header_bytes(), set.parts()[0].bytes());
     assert_eq!(set.parts()[0].header_blake3().unwrap(), blake3::hash(&parts[0].header()).to_hex().to_string());
 }
@@ -96,8 +96,8 @@ fn a_set_without_data_opens_header_only() {
     for (path, part) in paths.iter().zip(&parts) {
         fs::write(path, part.header()).unwrap();
     }
-    assert!(matches!(GgufSet::open(folder.path()).unwrap_err(), Error::Truncated(_)));
-    assert_eq!(GgufSet::open_header_only(folder.path()).unwrap().tensors().len(), 3);
+    assert!(matches!(crate::open(folder.path()).unwrap_err(), Error::Truncated(_)));
+    assert_eq!(crate::open_with(folder.path(), true).unwrap().tensors().len(), 3);
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn a_missing_part_is_named() {
     let (folder, paths) = set(&parts(&[1, 1, 1]));
     fs::remove_file(&paths[1]).unwrap();
     for path in [&paths[0], &paths[2], &folder.path().to_path_buf()] {
-        let error = GgufSet::open(path).unwrap_err();
+        let error = crate::open(path).unwrap_err();
         assert!(matches!(error, Error::Split(_)), "{error}");
         assert_eq!(error.fault().file.as_ref(), Some(&paths[1]));
         assert!(error.to_string().contains("part 2 of 3 is missing"), "{error}");
@@ -163,7 +163,7 @@ fn later_parts_must_not_contradict_the_metadata() {
     let mut same = parts(&[1, 1, 1]);
     same[1] = same[1].clone().text("general.architecture", "llama");
     let (folder, _) = set(&same);
-    GgufSet::open(folder.path()).unwrap();
+    crate::open(folder.path()).unwrap();
 
     let mut other = parts(&[1, 1, 1]);
     other[1] = other[1].clone().text("general.architecture", "qwen2");
@@ -182,7 +182,7 @@ fn each_part_has_its_own_alignment() {
         *part = part.clone().entry("general.alignment", U32, &alignment.to_le_bytes());
     }
     let (folder, _) = set(&parts);
-    let set = GgufSet::open(folder.path()).unwrap();
+    let set = crate::open(folder.path()).unwrap();
     assert_eq!(set.parts().iter().map(|p| p.alignment()).collect::<Vec<_>>(), [4096, 32, 64]);
     assert!(set.tensors().iter().all(|t| t.offset % set.parts()[t.part].alignment() == 0));
 }
@@ -202,10 +202,10 @@ fn python_writers_may_type_the_keys_otherwise_or_leave_them_out_of_the_first_par
         *part = keys(part.clone(), i as u64);
     }
     let (folder, paths) = set(&parts);
-    assert_eq!(GgufSet::open(folder.path()).unwrap().tensors().len(), 3);
+    assert_eq!(crate::open(folder.path()).unwrap().tensors().len(), 3);
     parts[0].entries.retain(|(key, ..)| !key.starts_with(b"split."));
     fs::write(&paths[0], parts[0].bytes()).unwrap();
-    assert_eq!(GgufSet::open(folder.path()).unwrap().tensors().len(), 3);
+    assert_eq!(crate::open(folder.path()).unwrap().tensors().len(), 3);
 }
 
 #[test]
@@ -215,14 +215,14 @@ fn a_part_under_another_name_is_not_a_model() {
     for (i, other) in ["model.gguf", "m-1-of-3.gguf", "0fd3a1c9"].iter().enumerate() {
         let path = folder.path().join(other);
         fs::write(&path, parts[i].bytes()).unwrap();
-        let error = refusal(&path, GgufSet::open(&path));
+        let error = refusal(&path, crate::open(&path));
         assert!(matches!(error, Error::Split(_)), "{error}");
         assert!(error.to_string().contains(&format!("part {} of a set of 3", i + 1)), "{error}");
     }
     for bad in ["m-00000-of-00003.gguf", "m-00004-of-00003.gguf"] {
         let path = folder.path().join(bad);
         fs::write(&path, parts[0].bytes()).unwrap();
-        assert!(matches!(refusal(&path, GgufSet::open(&path)), Error::Split(_)));
+        assert!(matches!(refusal(&path, crate::open(&path)), Error::Split(_)));
     }
 }
 
@@ -232,11 +232,11 @@ fn a_set_of_one_and_a_merged_set_are_single_files() {
     let one = folder.path().join("m-00001-of-00001.gguf");
     for file in [Gguf::model(), Gguf::model().split(0, 1, 3), Gguf::model().split(0, 0, 3)] {
         fs::write(&one, file.bytes()).unwrap();
-        assert_eq!(GgufSet::open(&one).unwrap().parts().len(), 1);
+        assert_eq!(crate::open(&one).unwrap().parts().len(), 1);
     }
     let merged = folder.path().join("merged.gguf");
     fs::write(&merged, Gguf::model().split(0, 0, 4).bytes()).unwrap();
-    assert!(refusal(&merged, GgufSet::open(&merged)).to_string().contains("should have 4 tensors"));
+    assert!(refusal(&merged, crate::open(&merged)).to_string().contains("should have 4 tensors"));
 }
 
 #[cfg(unix)]
@@ -251,14 +251,14 @@ fn parts_are_found_beside_the_links_of_a_download_cache() {
         std::os::unix::fs::symlink(format!("../../blobs/{i}f00d"), snapshot.join(name(i, 3))).unwrap();
     }
     let path = snapshot.join(name(1, 3));
-    let set = GgufSet::open(&path).unwrap();
+    let set = crate::open(&path).unwrap();
     assert_eq!((set.tensors().len(), set.path()), (3, path.as_path()));
     assert_eq!(set.parts()[2].path(), snapshot.join(name(2, 3)));
-    assert_eq!(GgufSet::open(&snapshot).unwrap().tensors().len(), 3);
+    assert_eq!(crate::open(&snapshot).unwrap().tensors().len(), 3);
     // The blob itself does not say where the others are; a link whose blob was deleted is a missing part.
-    assert!(matches!(GgufSet::open(blobs.join("1f00d")).unwrap_err(), Error::Split(_)));
+    assert!(matches!(crate::open(blobs.join("1f00d")).unwrap_err(), Error::Split(_)));
     fs::remove_file(blobs.join("2f00d")).unwrap();
-    assert!(GgufSet::open(&path).unwrap_err().to_string().contains("part 3 of 3 is missing"));
+    assert!(crate::open(&path).unwrap_err().to_string().contains("part 3 of 3 is missing"));
 }
 
 #[test]
@@ -266,21 +266,21 @@ fn a_folder_must_hold_exactly_one_model() {
     let (folder, _) = set(&parts(&[1, 1, 1]));
     fs::write(folder.path().join("README.md"), "").unwrap();
     fs::write(folder.path().join("._m.gguf"), "resource fork").unwrap();
-    GgufSet::open(folder.path()).unwrap();
+    crate::open(folder.path()).unwrap();
     fs::write(folder.path().join("mmproj-F16.gguf"), Gguf::model().bytes()).unwrap();
-    let error = refusal(folder.path(), GgufSet::open(folder.path()));
+    let error = refusal(folder.path(), crate::open(folder.path()));
     assert!(matches!(error, Error::Split(_)), "{error}");
     let message = error.to_string();
     assert!(message.contains("mmproj-F16.gguf") && message.contains("m-Q4_K_M-*-of-00003.gguf (3 files)"), "{message}");
 
     let outer = tempfile::tempdir().unwrap();
     fs::create_dir(outer.path().join("Q4_K_M")).unwrap();
-    let error = refusal(outer.path(), GgufSet::open(outer.path()));
+    let error = refusal(outer.path(), crate::open(outer.path()));
     assert!(error.to_string().contains("no .gguf file") && error.to_string().contains("Q4_K_M"), "{error}");
 
     let absent = outer.path().join("absent.gguf");
-    assert!(matches!(refusal(&absent, GgufSet::open(&absent)), Error::Io { .. }));
+    assert!(matches!(refusal(&absent, crate::open(&absent)), Error::Io { .. }));
     let empty = outer.path().join("empty.gguf");
     fs::write(&empty, "").unwrap();
-    assert!(refusal(&empty, GgufSet::open(&empty)).to_string().contains("empty"));
+    assert!(refusal(&empty, crate::open(&empty)).to_string().contains("empty"));
 }
