@@ -112,7 +112,8 @@ pub(super) struct Step {
 impl<'a> Resolver<'a> {
     fn take_every_tensor(&mut self) -> Result<()> {
         for (index, tensor) in self.set.tensors().iter().enumerate() {
-            let shape = tensor.shape();
+            // ggml has no scalars: a tensor without axes is one of one element.
+            let shape = if tensor.ne.is_empty() { vec![1] } else { tensor.shape() };
             let Matrix { rows, cols } = Matrix::of(&shape);
             let part = Part {
                 source: index as u32,

@@ -154,3 +154,14 @@ fn a_pipe_is_no_model() {
         bounded(1, || refused(open(), |e| matches!(e, Error::Unsupported(_) | Error::Split(_)), ""));
     }
 }
+
+/// A tensor may have no axes, and is then of one element.
+#[test]
+fn a_tensor_without_axes() {
+    let file = GgufBuilder::architecture("toy").f32s("x", &[], &[7.0]).f32s("y", &[2], &[1.0, 2.0]);
+    let set = GgufSet::from_bytes("scalar.gguf", file.build()).unwrap();
+    for tp in [1, 2] {
+        let plan = bounded(16, || planned(&set, &Mapping::load("raw").unwrap(), tp)).unwrap();
+        assert_eq!((plan.params[0].name.as_str(), plan.params[0].shape.as_slice()), ("x", &[1][..]));
+    }
+}
