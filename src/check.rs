@@ -12,10 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde::Serialize;
 
 use crate::dequant::{Dequantizer, FloatType, Simd};
-use crate::engine::{Observer, check_cancel, on_threads};
+use crate::engine::{Observer, check_cancel};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::output::{Digest, SourceHasher};
+use crate::threads::on_threads;
 
 /// Values that a thread decodes at a time: 1 MiB of `f32`.
 const RUN: u64 = 256 << 10;

@@ -12,6 +12,7 @@ pub mod mapping;
 pub mod output;
 pub mod plan;
 pub mod runtime;
+mod threads;
 pub mod verify;
 
 pub use error::{Error, Fault, Result};

@@ -36,7 +36,7 @@ mod reference;
 mod report;
 mod source;
 
-pub(crate) use contents::{Depth, check_files, lock};
+pub(crate) use contents::{Depth, check_files};
 pub use report::{Distance, Finding, Report, Summary, What};
 
 /// What to check, and with how many threads.

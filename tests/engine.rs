@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 
-use ggshard::convert::{Extras, Planned, Report, convert};
+use ggshard::convert::{Extras, Output, Planned, Report, convert};
 use ggshard::dequant::FloatType;
 use ggshard::engine::{Engine, Options, Sink};
 use ggshard::error::{Error, Result};
@@ -54,7 +54,8 @@ fn options(threads: usize, tile_bytes: u64) -> Options {
 fn folder(planned: &Planned, options: Options) -> (BTreeMap<String, Vec<u8>>, Report) {
     let temp = tempfile::tempdir().unwrap();
     let output = temp.path().join("out");
-    let report = convert(planned, &output, options, &Extras::default(), &|_| {}).unwrap();
+    let sealed = Output { seal: Some(true), ..Output::from(&output) };
+    let report = convert(planned, sealed, options, &Extras::default(), &|_| {}).unwrap();
     (read(&output), report)
 }
 

@@ -28,6 +28,9 @@ pub enum Command {
     Plan(PlanArgs),
     /// Convert a GGUF into per-rank safetensors, with a manifest that is written last.
     Convert(Convert),
+    /// Make a folder into which several processes have converted ranks a checkpoint: check that nothing is missing, write the
+    /// manifest.
+    Seal(Seal),
     /// Check a converted folder: every file and tensor against the manifest, and on request against the source.
     Verify(Verify),
     /// List the built-in mappings, or show one: which models it is for and its rules.
@@ -156,9 +159,18 @@ pub struct Convert {
     pub choices: PlanChoices,
     /// The folder to write to. It is created, or must be empty.
     pub output: PathBuf,
-    /// Make only these ranks, as in 0,2-3.
+    /// Make only these ranks, as in 0,2-3. Other processes may make others in the same folder; `ggshard seal` ends it.
     #[arg(long, value_name = "RANKS", value_parser = ranks)]
     pub ranks: Option<Ranks>,
+    /// With --ranks: make the folder a checkpoint of these ranks alone.
+    #[arg(long, requires = "ranks")]
+    pub seal: bool,
+    /// Go on where an earlier run into the folder ended, if there was one.
+    #[arg(long)]
+    pub resume: bool,
+    /// The source may be a copy of the files that the conversion began with: other modification times, other inodes.
+    #[arg(long)]
+    pub same_source: bool,
     /// Number of threads. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
@@ -179,6 +191,19 @@ pub struct Convert {
     #[arg(long, hide = true, value_parser = size)]
     pub tile_size: Option<u64>,
     /// Print one JSON document when done.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard seal`
+#[derive(Debug, clap::Args)]
+pub struct Seal {
+    /// The folder that `convert --ranks` was given.
+    pub folder: PathBuf,
+    /// Seal these ranks only, as in 0,2-3; no others may be in the folder. Default: all ranks.
+    #[arg(long, value_name = "RANKS", value_parser = ranks)]
+    pub ranks: Option<Ranks>,
+    /// Print one JSON document.
     #[arg(long)]
     pub json: bool,
 }
@@ -276,6 +301,8 @@ fn ranks(text: &str) -> Result<Ranks, String> {
         }
         ranks.extend(first..=last);
     }
+    ranks.sort_unstable();
+    ranks.dedup();
     Ok(Ranks(ranks))
 }
 

@@ -15,7 +15,7 @@ use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
 
-use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Verify};
+use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Seal, Verify};
 use super::signals::Signals;
 use super::{library, page, progress, sigbus, signals};
 
@@ -25,6 +25,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Inspect(args) => inspect(&args),
         Command::Plan(args) => plan(&args),
         Command::Convert(args) => convert(&args),
+        Command::Seal(args) => seal(&args),
         Command::Verify(args) => verify(&args),
         Command::Mappings(args) => library::mappings(&args),
         Command::Profiles(args) => library::profiles(&args),
@@ -151,7 +152,14 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     };
     options.tile_bytes = args.tile_size.unwrap_or(options.tile_bytes);
     let bar = progress::bytes(total, "converting");
-    let result = convert::convert(&planned, &args.output, options, &extras, &|bytes| bar.inc(bytes));
+    let output = convert::Output {
+        folder: &args.output,
+        resume: args.resume,
+        keep: true,
+        same_source: args.same_source,
+        seal: args.seal.then_some(true),
+    };
+    let result = convert::convert(&planned, output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
     if let Some(status) = signals.end(&result, signals::how_to_resume()) {
         return Ok(status);
@@ -165,14 +173,41 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     } else {
         let summary = plan.summary(&mapping.chosen, false);
         let notes: String = extras.notes.iter().map(|note| format!("note       {note}\n")).collect();
+        let kept = match report.kept_files {
+            0 => String::new(),
+            n => format!(" ({n} of them finished before)"),
+        };
+        let manifest = args.output.join(convert::MANIFEST);
+        let end = match report.sealed {
+            true => format!("manifest   {}\n", manifest.display()),
+            false => format!("unsealed   when all ranks are made: ggshard seal {}\n", args.output.display()),
+        };
         print(&format!(
-            "{}{notes}written    {} tensors in {} files, {} bytes, from {} bytes of source\nmanifest   {}\n",
+            "{}{notes}written    {} tensors in {} files{kept}, {} bytes, from {} bytes of source\n{end}",
             summary.render(),
             report.tensors,
             report.files,
             report.output_bytes,
             report.source_bytes,
-            Path::new(&args.output).join(convert::MANIFEST).display()
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn seal(args: &Seal) -> Result<ExitCode> {
+    let ranks = args.ranks.as_ref().map(|r| r.0.clone()).unwrap_or_default();
+    let sealed = convert::seal(&args.folder, &ranks)?;
+    if args.json {
+        print_json(&sealed)?;
+    } else {
+        print(&format!(
+            "{} {} files, {} bytes, ranks {:?} of {}\nmanifest   {}\n",
+            if sealed.already { "sealed before:" } else { "sealed    " },
+            sealed.files,
+            sealed.output_bytes,
+            sealed.ranks,
+            sealed.tp,
+            args.folder.join(convert::MANIFEST).display()
         ))?;
     }
     Ok(ExitCode::SUCCESS)

@@ -1,9 +1,9 @@
 //! Jobs: a parameter's pieces on all ranks, grouped by the region of the source that they read.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use crate::mapping::ValueOp;
-use crate::plan::{Origin, Param, Plan, Region};
+use crate::plan::{Origin, Param, Plan, Region, Slice};
 
 /// A region of a source, and where it goes.
 #[derive(Debug, Clone, PartialEq)]
@@ -61,8 +61,24 @@ pub(super) struct Output {
     pub stride: u64,
 }
 
-/// The jobs of a parameter, and of those that join it, for the wanted ranks, in the order of the source.
-pub(super) fn jobs(plan: &Plan, index: u32, joining: &[u32], wanted: &[bool]) -> Vec<Job> {
+/// Which slices are made.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    /// By rank, whether its files are made.
+    pub ranks: Vec<bool>,
+    /// Files of them that are not.
+    pub skipped: BTreeSet<u32>,
+}
+
+impl Wanted {
+    /// Whether the slice that `rank` holds of some parameter is made.
+    pub fn holds(&self, rank: usize, slice: &Slice) -> bool {
+        self.ranks[rank] && !self.skipped.contains(&slice.file)
+    }
+}
+
+/// The jobs of a parameter, and of those that join it, for the wanted slices, in the order of the source.
+pub(super) fn jobs(plan: &Plan, index: u32, joining: &[u32], wanted: &Wanted) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     let mut known: HashMap<Key, usize> = HashMap::new();
     for param in std::iter::once(&index).chain(joining) {
@@ -71,7 +87,7 @@ pub(super) fn jobs(plan: &Plan, index: u32, joining: &[u32], wanted: &[bool]) ->
     jobs
 }
 
-fn add_jobs(plan: &Plan, index: u32, wanted: &[bool], jobs: &mut Vec<Job>, known: &mut HashMap<Key, usize>) {
+fn add_jobs(plan: &Plan, index: u32, wanted: &Wanted, jobs: &mut Vec<Job>, known: &mut HashMap<Key, usize>) {
     let param = &plan.params[index as usize];
     for (ranks, pieces) in distinct(param, wanted) {
         let slice = &param.slices[ranks[0] as usize];
@@ -139,10 +155,10 @@ fn source_read(
     (Read::Rows { source, start: begin, stride, rows, op }, (col, cols, start, width))
 }
 
-/// Ranks that hold the very same slice, with its pieces.
-fn distinct(param: &Param, wanted: &[bool]) -> Vec<(Vec<u32>, std::ops::Range<u32>)> {
+/// Ranks that hold the very same wanted slice, with its pieces.
+fn distinct(param: &Param, wanted: &Wanted) -> Vec<(Vec<u32>, std::ops::Range<u32>)> {
     let mut groups: Vec<(Vec<u32>, std::ops::Range<u32>)> = Vec::new();
-    for (rank, slice) in param.slices.iter().enumerate().filter(|(r, _)| wanted[*r]) {
+    for (rank, slice) in param.slices.iter().enumerate().filter(|(r, s)| wanted.holds(*r, s)) {
         match groups.last_mut() {
             Some((ranks, pieces)) if *pieces == slice.pieces && pieces.start < pieces.end => ranks.push(rank as u32),
             Some(_) | None => groups.push((vec![rank as u32], slice.pieces.clone())),

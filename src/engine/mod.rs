@@ -12,16 +12,15 @@
 mod job;
 mod reads;
 mod run;
-mod threads;
 mod tile;
 
 pub use reads::Reads;
 pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};
-pub(crate) use threads::on_threads;
 
 use std::ops::Range;
 
+use crate::dequant::Nonfinite;
 use crate::error::Result;
 
 /// Sees which bytes of the source are needed, before they are read.
@@ -40,6 +39,10 @@ pub trait Sink: Sync {
     ///
     /// Tiles begin in the plan's order, so a sink may keep a worker waiting until earlier parameters are complete.
     fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Told of values that are not finite, before `put` brings them: so many more are in the slice that each of `ranks`
+    /// holds of parameter `param`.
+    fn note(&self, _param: u32, _ranks: &[u32], _found: Nonfinite) {}
 
     /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.
     fn stop(&self) {}

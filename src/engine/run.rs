@@ -5,19 +5,22 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::job::{Job, Read, jobs};
+use super::job::{Job, Output, Read, Wanted, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
 use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::plan::{Origin, Plan, PlannedSource};
+use crate::threads::on_threads;
 
 /// How to execute a plan. None of it changes a byte of the output.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Ranks to make; empty for all.
     pub ranks: Vec<u32>,
+    /// Files of them that are not to be made, as indices of [`Plan::files`].
+    pub skip: Vec<u32>,
     /// Number of workers; 0 for one per CPU.
     pub threads: usize,
     /// About how many bytes of output a tile makes. The default stays in a second-level cache.
@@ -55,6 +58,7 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             ranks: Vec::new(),
+            skip: Vec::new(),
             threads: 0,
             tile_bytes: 512 << 10,
             readahead: 64 << 20,
@@ -99,22 +103,14 @@ impl<'a> Engine<'a> {
     pub fn run(&self, sink: &dyn Sink, progress: &(dyn Fn(u64) + Sync)) -> Result<Outcome> {
         let plan = self.plan;
         self.check_sources()?;
-        let mut wanted = vec![self.options.ranks.is_empty(); plan.tp as usize];
-        for rank in &self.options.ranks {
-            let slot = wanted.get_mut(*rank as usize);
-            *slot.ok_or_else(|| Fault::new(format!("rank {rank} of {}", plan.tp)).layout())? = true;
-        }
+        let wanted = self.wanted()?;
         let decoders: Vec<Option<Dequantizer>> =
             plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
         let nonfinite = Mutex::new(BTreeMap::<u32, Nonfinite>::new());
-        let accept = |job: &Job, found: Nonfinite| {
-            if found.any() {
-                *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(job.param).or_default() += found;
-                if !self.options.allow_nonfinite {
-                    return Err(refusal(plan, job, found));
-                }
-            }
-            Ok(())
+        let accept = |job: &Job, output: &Output, found: Nonfinite| {
+            *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(output.param).or_default() += found;
+            sink.note(output.param, &output.ranks, found);
+            if self.options.allow_nonfinite { Ok(()) } else { Err(refusal(plan, job, output, found)) }
         };
         let reads = Reads::new(plan.sources.len(), self.options.track_reads);
         let context = Context {
@@ -139,20 +135,7 @@ impl<'a> Engine<'a> {
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
         };
-        let threads = match self.options.threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
-            n => n,
-        };
-        std::thread::scope(|scope| {
-            let work = || shared.work(&context, &self.options, progress);
-            for _ in 1..threads {
-                // A worker that cannot be started is one fewer, and so are those after it; this thread does the rest.
-                if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        on_threads(self.options.threads, || shared.work(&context, &self.options, progress));
         match shared.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
             None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),
@@ -161,6 +144,16 @@ impl<'a> Engine<'a> {
 }
 
 impl Engine<'_> {
+    /// Which slices are to be made.
+    fn wanted(&self) -> Result<Wanted> {
+        let (tp, Options { ranks, skip, .. }) = (self.plan.tp, &self.options);
+        if let Some(rank) = ranks.iter().find(|rank| **rank >= tp) {
+            return Err(Fault::new(format!("rank {rank} of {tp}")).layout());
+        }
+        let ranks = (0..tp).map(|rank| ranks.is_empty() || ranks.contains(&rank)).collect();
+        Ok(Wanted { ranks, skipped: skip.iter().copied().collect() })
+    }
+
     /// The set has the very tensors that the plan was made for. With others, types of equal size would pass for each
     /// other without any error.
     fn check_sources(&self) -> Result<()> {
@@ -218,8 +211,8 @@ impl Drop for StopOnPanic<'_> {
     }
 }
 
-fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
-    let param = &plan.params[job.param as usize];
+fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
+    let param = &plan.params[output.param as usize];
     let source = match job.read {
         Read::Fill { .. } => "a constant".to_owned(),
         Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
@@ -244,7 +237,7 @@ fn refusal(plan: &Plan, job: &Job, found: Nonfinite) -> Error {
 /// The tiles in order, made as they are asked for.
 struct Queue<'a> {
     engine: &'a Engine<'a>,
-    wanted: &'a [bool],
+    wanted: &'a Wanted,
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
     param: usize,
@@ -303,7 +296,7 @@ struct Ahead {
 }
 
 impl Ahead {
-    fn advance(&mut self, engine: &Engine<'_>, current: usize, wanted: &[bool]) {
+    fn advance(&mut self, engine: &Engine<'_>, current: usize, wanted: &Wanted) {
         let plan = engine.plan;
         if self.param > current {
             self.pending -= self.pending.min(spans(plan, current, wanted).map(|(_, r)| r.end - r.start).sum());
@@ -328,10 +321,11 @@ impl Ahead {
     }
 }
 
-/// The byte range of each source that a parameter reads, over the wanted ranks.
-fn spans(plan: &Plan, param: usize, wanted: &[bool]) -> impl Iterator<Item = (u32, Range<u64>)> {
+/// The byte range of each source that a parameter reads, over the wanted slices.
+fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u32, Range<u64>)> {
     let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
-    for (slice, _) in plan.params[param].slices.iter().zip(wanted).filter(|(_, wanted)| **wanted) {
+    let slices = plan.params[param].slices.iter().enumerate();
+    for (_, slice) in slices.filter(|(rank, slice)| wanted.holds(*rank, slice)) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
             let ty = plan.sources[region.source as usize].ty;

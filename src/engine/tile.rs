@@ -63,6 +63,13 @@ pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
     }
 }
 
+impl Output {
+    /// The columns of a tile that the output takes; none if the range's end is not beyond its start.
+    fn taken(&self, tile: &Tile) -> Range<u64> {
+        self.col.max(tile.cols.start)..(self.col + self.cols).min(tile.cols.end)
+    }
+}
+
 /// Buffers of one worker, reused from tile to tile.
 #[derive(Default)]
 pub(super) struct Scratch {
@@ -85,8 +92,9 @@ pub(super) struct Context<'a> {
     pub simd: Simd,
     /// A decoder per source, none for types without one.
     pub decoders: &'a [Option<Dequantizer>],
-    /// Counts a tile's values that are not finite and refuses them where they are not allowed, before the sink sees any.
-    pub accept: &'a (dyn Fn(&Job, Nonfinite) -> Result<()> + Sync),
+    /// Counts the values of a tile that are not finite, for one output, and refuses them where they are not allowed,
+    /// before the sink sees any.
+    pub accept: &'a (dyn Fn(&Job, &Output, Nonfinite) -> Result<()> + Sync),
 }
 
 impl Context<'_> {
@@ -97,12 +105,12 @@ impl Context<'_> {
             Read::Fill { value, .. } => self.fill(job, tile, value, dtype, scratch),
             Read::Run { source, op, .. } => {
                 let found = self.decode_row(source, tile.cols.clone(), op, dtype, scratch, None)?;
-                (self.accept)(job, found)?;
+                self.accept(job, tile, found)?;
                 self.put_run(job, tile.cols.start - job_start(&job.read), dtype, &scratch.decoded)
             }
             Read::Rows { source, start, stride, op, .. } => {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
-                (self.accept)(job, found)?;
+                self.accept(job, tile, found)?;
                 let mut bytes = 0;
                 for output in &job.outputs {
                     bytes += self.put_columns(output, tile, dtype, scratch)?;
@@ -111,7 +119,7 @@ impl Context<'_> {
             }
             Read::Transposed { source, start, stride, op, .. } => {
                 let found = self.decode_rows(source, start, stride, tile, op, dtype, scratch)?;
-                (self.accept)(job, found)?;
+                self.accept(job, tile, found)?;
                 let rows = (tile.rows.end - tile.rows.start) as usize;
                 let cols = (tile.cols.end - tile.cols.start) as usize;
                 let Scratch { decoded, out, .. } = scratch;
@@ -130,6 +138,46 @@ impl Context<'_> {
         }
     }
 
+    /// Counts what is not finite in a tile, output by output: a value may go to several, or to none.
+    fn accept(&self, job: &Job, tile: &Tile, found: Nonfinite) -> Result<()> {
+        if !found.any() {
+            return Ok(());
+        }
+        for output in &job.outputs {
+            let found = match job.read {
+                Read::Fill { .. } | Read::Run { .. } => found,
+                Read::Rows { source, start, stride, op, .. } | Read::Transposed { source, start, stride, op, .. } => {
+                    self.count(output, tile, source, start, stride, op)?
+                }
+            };
+            if found.any() {
+                (self.accept)(job, output, found)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes an output's columns of a tile once more, only to count. Rare: sound files have nothing to count.
+    fn count(
+        &self,
+        output: &Output,
+        tile: &Tile,
+        source: u32,
+        start: u64,
+        stride: u64,
+        op: ValueOp,
+    ) -> Result<Nonfinite> {
+        let dtype = self.plan.params[output.param as usize].dtype;
+        let taken = output.taken(tile);
+        let mut found = Nonfinite::default();
+        let mut scratch = Scratch::default();
+        for row in tile.rows.clone().filter(|_| taken.start < taken.end) {
+            let first = start + row * stride;
+            found += self.decode(source, first + taken.start..first + taken.end, op, dtype, &mut scratch, None)?;
+        }
+        Ok(found)
+    }
+
     fn fill(&self, job: &Job, tile: &Tile, value: f32, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
         let n = (tile.cols.end - tile.cols.start) as usize;
         scratch.floats.clear();
@@ -143,7 +191,7 @@ impl Context<'_> {
                 Nonfinite::default()
             }
         };
-        (self.accept)(job, found)?;
+        self.accept(job, tile, found)?;
         self.put_run(job, tile.cols.start, dtype, &scratch.decoded)
     }
 
@@ -196,6 +244,22 @@ impl Context<'_> {
         scratch: &mut Scratch,
         at: Option<Range<usize>>,
     ) -> Result<Nonfinite> {
+        let ty = self.set.tensors()[source as usize].ty;
+        let blocks = elements.start / ty.block()..elements.end.div_ceil(ty.block());
+        self.reads.record(source, blocks.start * ty.block_bytes()..blocks.end * ty.block_bytes());
+        self.decode(source, elements, op, dtype, scratch, at)
+    }
+
+    /// As [`Context::decode_row`], but the bytes do not count as fetched.
+    fn decode(
+        &self,
+        source: u32,
+        elements: Range<u64>,
+        op: ValueOp,
+        dtype: Dtype,
+        scratch: &mut Scratch,
+        at: Option<Range<usize>>,
+    ) -> Result<Nonfinite> {
         let tensor = &self.set.tensors()[source as usize];
         let ty = tensor.ty;
         let n = (elements.end - elements.start) as usize;
@@ -211,8 +275,7 @@ impl Context<'_> {
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
         let scale = op.scale.map(|(source, element)| self.scale(source, element, scratch)).transpose()?;
-        let bytes = self.fetch(source, range.clone(), &mut scratch.source)?;
-        self.reads.record(source, range);
+        let bytes = self.fetch(source, range, &mut scratch.source)?;
         let skipped = (elements.start - blocks.start * block) as usize;
         let Some(float) = float_type(dtype) else {
             // Handed on as it is: blocks of one element.
@@ -266,7 +329,7 @@ impl Context<'_> {
     /// Hands an output the columns that it takes of the decoded rows.
     fn put_columns(&self, output: &Output, tile: &Tile, dtype: Dtype, scratch: &mut Scratch) -> Result<u64> {
         let width = dtype.bytes();
-        let taken = output.col.max(tile.cols.start)..(output.col + output.cols).min(tile.cols.end);
+        let taken = output.taken(tile);
         if taken.start >= taken.end {
             return Ok(0);
         }
@@ -287,7 +350,7 @@ impl Context<'_> {
 
     /// Hands an output the rows that it takes of the transposed tile.
     fn put_transposed(&self, output: &Output, tile: &Tile, dtype: Dtype, turned: &[u8]) -> Result<u64> {
-        let taken = output.col.max(tile.cols.start)..(output.col + output.cols).min(tile.cols.end);
+        let taken = output.taken(tile);
         if taken.start >= taken.end {
             return Ok(0);
         }

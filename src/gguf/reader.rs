@@ -18,6 +18,7 @@ use std::sync::Arc;
 use super::filesystem;
 use super::header::{self, Header};
 use super::map::{Advice, Map, regular};
+use super::mark::Mark;
 use crate::error::{Error, Fault, Result};
 
 /// How many bytes of a file are read for its header at first.
@@ -60,8 +61,9 @@ pub(crate) struct Reader {
 
 #[derive(Debug)]
 enum Form {
-    /// All of it is in memory or mapped.
+    /// All of it is in memory, and no file's.
     Memory(Arc<Map>),
+    Mapped(Arc<Map>, File),
     File(File),
 }
 
@@ -83,7 +85,7 @@ impl Reader {
             let addresses = map.as_ptr_range();
             told(path, addresses.start.addr()..addresses.end.addr());
         }
-        Ok(Self::memory(path, map))
+        Ok(Reader { path: path.to_path_buf(), bytes, form: Form::Mapped(Arc::new(map), file) })
     }
 
     /// Bytes that are in memory already.
@@ -104,8 +106,18 @@ impl Reader {
     /// All of it, where that is in memory, which for a file means mapped.
     pub(crate) fn whole(&self) -> Option<&[u8]> {
         match &self.form {
-            Form::Memory(map) => Some(map),
+            Form::Memory(map) | Form::Mapped(map, _) => Some(map),
             Form::File(_) => None,
+        }
+    }
+
+    /// What tells this file from another of the same size and header. Reads a few pages.
+    pub(crate) fn mark(&self) -> Result<Mark> {
+        match &self.form {
+            Form::Memory(map) => Ok(Mark::of_bytes(map)),
+            Form::Mapped(_, file) | Form::File(file) => {
+                Mark::of_file(file, self.bytes).map_err(|e| Error::io("read", &self.path, e))
+            }
         }
     }
 
@@ -115,7 +127,7 @@ impl Reader {
         let mut window = FIRST_WINDOW.min(self.bytes);
         loop {
             let map = match &self.form {
-                Form::Memory(map) => Arc::clone(map),
+                Form::Memory(map) | Form::Mapped(map, _) => Arc::clone(map),
                 Form::File(_) => Arc::new(Map::from_vec(self.start(window)?)),
             };
             match header::read(&self.path, &map, self.bytes)? {
@@ -151,7 +163,7 @@ impl Reader {
         };
         let file = match &self.form {
             // The map is as long as the file was.
-            Form::Memory(map) => return Ok(&map[start..end]),
+            Form::Memory(map) | Form::Mapped(map, _) => return Ok(&map[start..end]),
             Form::File(file) => file,
         };
         let length = end - start;
@@ -178,7 +190,7 @@ impl Reader {
     pub(crate) fn advise(&self, range: Range<u64>, advice: Advice) -> Result<()> {
         let clamp = |n: u64| usize::try_from(n.min(self.bytes)).unwrap_or(usize::MAX);
         let advised = match &self.form {
-            Form::Memory(map) => map.advise(clamp(range.start)..clamp(range.end), advice),
+            Form::Memory(map) | Form::Mapped(map, _) => map.advise(clamp(range.start)..clamp(range.end), advice),
             Form::File(file) => advise(file, range.start.min(self.bytes)..range.end.min(self.bytes), advice),
         };
         advised.map_err(|e| Error::io("give the system advice about", &self.path, e))

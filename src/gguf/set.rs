@@ -9,6 +9,7 @@ use super::cursor::CUT_SHORT;
 use super::discover::{self, SplitName};
 use super::header::Header;
 use super::map::{Advice, Map};
+use super::mark::Mark;
 use super::metadata::{Field, Metadata};
 use super::reader::{OpenOptions, Reader};
 use super::tensor::SourceTensor;
@@ -73,6 +74,11 @@ impl Part {
         let header =
             header.ok_or_else(|| Fault::new("the file ends inside its header").file(self.path()).truncated())?;
         Ok(blake3::hash(header).to_hex().to_string())
+    }
+
+    /// What tells this file from another of the same size and header. Reads a few pages.
+    pub fn mark(&self) -> Result<Mark> {
+        self.reader.mark()
     }
 }
 

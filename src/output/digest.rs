@@ -1,9 +1,18 @@
 //! A BLAKE3 digest as the manifest and `B3SUMS` write it.
 
 use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::treehash::TreeHash;
+use crate::error::{Error, Result};
+use crate::threads::on_threads;
 
 /// A 32-byte BLAKE3 digest, written as 64 lower-case hexadecimal digits.
 ///
@@ -16,6 +25,41 @@ impl Digest {
     /// The digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         blake3::hash(bytes).into()
+    }
+
+    /// The digest of a file of `bytes` bytes, read by `threads` threads (0 for one per CPU) with plain reads. `each` is
+    /// told of bytes done, and may end it with an error.
+    pub fn of_file(
+        file: &File,
+        path: &Path,
+        bytes: u64,
+        threads: usize,
+        each: &(dyn Fn(u64) -> Result<()> + Sync),
+    ) -> Result<Self> {
+        const TILE: u64 = 1 << 20;
+        let hash = TreeHash::new(bytes);
+        let next = AtomicU64::new(0);
+        let failure = Mutex::new(None);
+        on_threads(threads, || {
+            let mut buffer = vec![0; TILE.min(bytes) as usize];
+            loop {
+                let offset = next.fetch_add(TILE, Ordering::Relaxed);
+                if offset >= bytes {
+                    return;
+                }
+                let tile = &mut buffer[..TILE.min(bytes - offset) as usize];
+                let read = file.read_exact_at(tile, offset).map_err(|e| Error::io("read", path, e));
+                let done = read.and_then(|()| hash.add(offset, tile)).and_then(|()| each(tile.len() as u64));
+                if let Err(error) = done {
+                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    next.store(bytes, Ordering::Relaxed);
+                }
+            }
+        });
+        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(hash.finish()?.into()),
+        }
     }
 
     /// The raw 32 bytes.

@@ -7,6 +7,9 @@ pub const SUMS: &str = "B3SUMS";
 /// The file in which Hugging Face loaders look up which part holds a tensor.
 pub const INDEX: &str = "model.safetensors.index.json";
 
+/// The folder, in the output folder, of a conversion that is not finished.
+pub const WORK: &str = "ggshard.work";
+
 /// Why `name` may not stand in a manifest or in `B3SUMS`; `None` when it may.
 ///
 /// A name is plain and relative, with one sub-folder at most (`mtp/model-rank-0-part-0.safetensors`), so that joining it

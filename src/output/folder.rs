@@ -7,10 +7,14 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::filename;
+use super::manifest::{FileEntry, Manifest};
+use super::work::{Counted, Receipt, Record, Work};
+use super::{Digest, filename};
 use crate::error::{Error, Fault, Result};
+use crate::threads::lock;
 
 /// Appended to a safetensors file's name while it is written.
 pub const PARTIAL: &str = ".partial";
@@ -41,73 +45,197 @@ fn steps<'a>(files: &[&'a str], others: &'a [(String, Vec<u8>)], sums: &'a [u8],
     steps
 }
 
-/// A folder that a conversion writes to. Unless it is [committed](OutputFolder::commit), everything that was put into
-/// it is removed again when this is dropped.
+/// How a conversion wants to use a folder.
+#[derive(Debug, Clone, Copy)]
+pub struct Claim<'a> {
+    /// The tensor-parallel ranks that it makes.
+    pub ranks: &'a [u32],
+    /// What is converted into what.
+    pub record: &'a Record,
+    /// The bytes of the files beside the weights.
+    pub others: &'a [(String, Vec<u8>)],
+    /// The parts of the source, none of which may lie in the folder.
+    pub sources: &'a [&'a Path],
+    /// Whether it goes on where an earlier run ended.
+    pub resume: bool,
+    /// Whether finished files stay if it fails, to be resumed.
+    pub keep: bool,
+    /// Whether the source may be a copy of the one that the conversion began with.
+    pub same_source: bool,
+}
+
+/// A folder that was claimed.
+#[derive(Debug)]
+pub enum Claimed {
+    /// There is work to do.
+    Open(Box<OutputFolder>),
+    /// An earlier run had finished, but for nothing that a user would notice.
+    Sealed(Box<Manifest>),
+}
+
+/// A folder that a conversion writes to. Unless it is [committed](OutputFolder::commit), what this process put into it is
+/// removed again when this is dropped: everything, or everything but finished files.
 #[derive(Debug)]
 pub struct OutputFolder {
     path: PathBuf,
+    work: Work,
     created: Vec<PathBuf>,
     /// Folders created below the output folder.
     below: Mutex<Vec<PathBuf>>,
     written: Mutex<Vec<PathBuf>>,
+    /// Whether finished files stay if it is dropped before its commit.
+    keep: AtomicBool,
     committed: bool,
 }
 
-impl OutputFolder {
-    /// Checks that `path` can take a conversion: it does not exist yet, or is an empty folder. Creates nothing.
-    pub fn check(path: &Path, sources: &[&Path]) -> Result<()> {
-        let status = match fs::metadata(path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-            Err(e) => return Err(Error::io("look at", path, e)),
-            Ok(status) => status,
-        };
-        if !status.is_dir() {
-            let fault = Fault::new("the output is a file").file(path).expected("a folder, or nothing yet");
-            return Err(fault.output());
-        }
-        let entries = fs::read_dir(path).map_err(|e| Error::io("list", path, e))?;
-        let mut names: Vec<String> = Vec::new();
-        for entry in entries {
-            let entry = entry.map_err(|e| Error::io("list", path, e))?;
-            if let Some(source) = sources.iter().find(|s| same_file(s, &entry.path())) {
-                return Err(Fault::new(format!("the output folder holds the source part '{}'", source.display()))
-                    .file(path)
-                    .expected("an empty folder away from the source")
-                    .output());
-            }
-            names.push(entry.file_name().to_string_lossy().into_owned());
-        }
-        names.sort();
-        let Some(first) = names.first() else { return Ok(()) };
-        let interrupted = names.iter().any(|n| n.ends_with(PARTIAL) || n.ends_with(DONE));
-        let remedy = if interrupted {
-            "It holds an unfinished conversion; remove the folder, or choose another"
-        } else {
-            "Choose another folder, or remove what is in it"
-        };
-        Err(Fault::new(format!("the output folder holds {} entries, the first is '{first}'", names.len()))
-            .file(path)
-            .expected("an empty folder, or none")
-            .remedy(remedy)
-            .output())
-    }
+/// What lies at an output path.
+enum Found {
+    Nothing,
+    Sealed,
+    Unfinished,
+}
 
-    /// Creates the folder, and the folders above it, where they do not exist.
-    pub fn create(path: &Path) -> Result<Self> {
-        let mut missing: Vec<PathBuf> = Vec::new();
+impl OutputFolder {
+    /// Takes the folder at `path` for some ranks. It is created, or must be empty, or hold work that may be continued.
+    pub fn claim(path: &Path, claim: &Claim<'_>) -> Result<Claimed> {
+        let Claim { ranks, record, others, sources, resume, keep, same_source } = *claim;
+        let every_rank = ranks.len() == record.topology.tp as usize;
+        match look(path, sources)? {
+            Found::Nothing => {}
+            Found::Unfinished if resume || !every_rank => {}
+            Found::Unfinished => return Err(unfinished(path, "an unfinished conversion")),
+            Found::Sealed if resume => return Self::sealed(path, claim),
+            Found::Sealed => return Err(occupied(path, format!("a checkpoint, '{}'", filename::MANIFEST))),
+        }
+        let mut created: Vec<PathBuf> = Vec::new();
         let mut at = Some(path);
         while let Some(folder) = at.filter(|f| !f.as_os_str().is_empty() && !f.exists()) {
-            missing.push(folder.to_path_buf());
+            created.push(folder.to_path_buf());
             at = folder.parent();
         }
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
-        Ok(OutputFolder {
-            path: path.to_path_buf(),
-            created: missing,
-            below: Mutex::default(),
-            written: Mutex::default(),
-            committed: false,
-        })
+        let work = match Work::join(path, ranks, record, others, same_source) {
+            Ok(work) => work,
+            Err(error) => {
+                created.iter().for_each(|folder| _ = fs::remove_dir(folder));
+                return Err(error);
+            }
+        };
+        let folder = Self::new(path, work, created, keep);
+        if !resume {
+            folder.refuse_remains(record, ranks)?;
+        }
+        Ok(Claimed::Open(Box::new(folder)))
+    }
+
+    /// Takes the folder at `path`, where a conversion has begun, to seal it.
+    pub fn claim_begun(path: &Path, ranks: &[u32], record: &Record) -> Result<Self> {
+        Ok(Self::new(path, Work::enter_begun(path, ranks, record)?, Vec::new(), true))
+    }
+
+    fn new(path: &Path, work: Work, created: Vec<PathBuf>, keep: bool) -> Self {
+        let (below, written) = (Mutex::default(), Mutex::default());
+        let keep = AtomicBool::new(keep);
+        OutputFolder { path: path.to_path_buf(), work, created, below, written, keep, committed: false }
+    }
+
+    /// Whether finished files stay when this is dropped.
+    pub fn set_keep(&self, keep: bool) {
+        self.keep.store(keep, Ordering::Relaxed);
+    }
+
+    /// The manifest of a folder that is sealed already, if it is this conversion's.
+    fn sealed(path: &Path, claim: &Claim<'_>) -> Result<Claimed> {
+        let manifest = Manifest::read(path)?;
+        if let Some((what, this, other)) = claim.record.difference(&Record::of_sealed(&manifest, claim.record)) {
+            return Err(Fault::new(format!("this conversion's {what} is {this}"))
+                .file(path)
+                .key(what)
+                .expected(format!("that of the finished conversion in this folder, {other}"))
+                .remedy("Choose another folder, or remove what is in it")
+                .output());
+        }
+        let absent = claim.ranks.iter().find(|rank| manifest.topology.ranks.binary_search(rank).is_err());
+        if let Some(rank) = absent {
+            return Err(Fault::new(format!("the folder was sealed without rank {rank}"))
+                .file(path)
+                .expected(format!("ranks {:?}", manifest.topology.ranks))
+                .remedy("Make this rank in another folder")
+                .output());
+        }
+        Work::remove_remains(path)?;
+        Ok(Claimed::Sealed(Box::new(manifest)))
+    }
+
+    /// A conversion that does not resume may join others, but its own ranks must be untouched.
+    fn refuse_remains(&self, record: &Record, ranks: &[u32]) -> Result<()> {
+        for index in record.files_of(ranks) {
+            let name = &record.files[index].name;
+            let there = [PARTIAL, DONE, ""].iter().any(|ending| self.path.join(format!("{name}{ending}")).exists());
+            if there || self.work.receipt(record, index)?.is_some() {
+                return Err(unfinished(&self.path, &format!("an unfinished conversion of '{name}'")));
+            }
+        }
+        Ok(())
+    }
+
+    /// The work folder.
+    pub fn work(&self) -> &Work {
+        &self.work
+    }
+
+    /// The receipts of the files of `ranks` that are finished and whose bytes are still those that were written; what is
+    /// left of the others is removed. `each` is told of bytes read, and may end it with an error.
+    pub fn finished(
+        &self,
+        record: &Record,
+        ranks: &[u32],
+        threads: usize,
+        each: &(dyn Fn(u64) -> Result<()> + Sync),
+    ) -> Result<Vec<(usize, Receipt)>> {
+        let mut finished = Vec::new();
+        let mut to_do = Vec::new();
+        for index in record.files_of(ranks) {
+            let name = &record.files[index].name;
+            let receipt = self.work.receipt(record, index)?;
+            match receipt.zip(self.finished_path(name)) {
+                Some((receipt, path)) if holds(&path, &receipt, threads, each)? => finished.push((index, receipt)),
+                Some(_) | None => to_do.push(index),
+            }
+        }
+        if !to_do.is_empty() {
+            // A stack must not find config.json beside weights that are about to go.
+            self.withdraw(record)?;
+        }
+        for index in to_do {
+            let name = &record.files[index].name;
+            for ending in [PARTIAL, DONE, ""] {
+                remove(&self.path.join(format!("{name}{ending}")))?;
+            }
+            self.work.remove_receipt(index)?;
+        }
+        Ok(finished)
+    }
+
+    /// Where a finished file is: under its final name, or still under the one before.
+    fn finished_path(&self, name: &str) -> Option<PathBuf> {
+        [format!("{name}{DONE}"), name.to_owned()].iter().map(|name| self.path.join(name)).find(|path| path.is_file())
+    }
+
+    /// The length of a finished file, or of what is there in its place.
+    pub fn finished_bytes(&self, name: &str) -> Option<u64> {
+        Some(fs::metadata(self.finished_path(name)?).ok()?.len())
+    }
+
+    /// Removes what makes a folder look complete, if a commit was cut short.
+    fn withdraw(&self, record: &Record) -> Result<()> {
+        let others = record.others.iter().map(|file| file.name.as_str());
+        for name in others.chain(record.index.as_deref()).chain([filename::SUMS]) {
+            for ending in ["", PARTIAL] {
+                remove(&self.path.join(format!("{name}{ending}")))?;
+            }
+        }
+        remove(&self.path.join(format!("{}{PARTIAL}", filename::MANIFEST)))
     }
 
     /// The folder.
@@ -135,11 +263,13 @@ impl OutputFolder {
         Ok(())
     }
 
-    /// Marks a file as complete: its bytes are on disk before it has the name.
-    pub(super) fn complete(&self, name: &str, file: &File) -> Result<()> {
+    /// Marks a file as finished: its bytes and its receipt are on disk before it has the name.
+    pub(super) fn complete(&self, index: usize, entry: FileEntry, counted: Vec<Counted>, file: &File) -> Result<()> {
+        let name = entry.name.clone();
         let partial = self.path.join(format!("{name}{PARTIAL}"));
         let done = self.path.join(format!("{name}{DONE}"));
         file.sync_all().map_err(|e| Error::io("write to disk", &partial, e))?;
+        self.work.write_receipt(index, entry, counted)?;
         self.rename(&partial, &done)
     }
 
@@ -149,13 +279,24 @@ impl OutputFolder {
             self.take(step)?;
         }
         self.committed = true;
+        if let Err(error) = self.work.remove() {
+            tracing::warn!(%error, "the checkpoint is complete, but its work folder stays");
+        }
         Ok(())
     }
 
     fn take(&self, step: Step<'_>) -> Result<()> {
         match step {
             Step::Sync => self.sync(),
-            Step::Finish(name) => self.rename(&self.path.join(format!("{name}{DONE}")), &self.path.join(name)),
+            Step::Finish(name) => {
+                let done = self.path.join(format!("{name}{DONE}"));
+                // A commit that was cut short has renamed some.
+                if done.exists() || !self.path.join(name).is_file() {
+                    self.rename(&done, &self.path.join(name))
+                } else {
+                    Ok(())
+                }
+            }
             Step::Write(name, bytes) => self.write(name, bytes),
         }
     }
@@ -170,8 +311,10 @@ impl OutputFolder {
     }
 
     fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let mut file = self.open_partial(name)?;
         let partial = self.path.join(format!("{name}{PARTIAL}"));
+        self.create_above(&partial)?;
+        let mut file = File::create(&partial).map_err(|e| Error::io("create", &partial, e))?;
+        self.note(partial.clone());
         file.write_all(bytes).map_err(|e| Error::io("write", &partial, e))?;
         file.sync_all().map_err(|e| Error::io("write to disk", &partial, e))?;
         self.rename(&partial, &self.path.join(name))
@@ -193,13 +336,13 @@ impl Drop for OutputFolder {
         }
         // The latest names first: a manifest must go before the files it vouches for.
         let written = std::mem::take(&mut *lock(&self.written));
-        for path in written.iter().rev() {
-            if let Err(error) = fs::remove_file(path)
-                && error.kind() != std::io::ErrorKind::NotFound
-            {
-                tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");
+        let keep = self.keep.load(Ordering::Relaxed);
+        for path in written.iter().rev().filter(|path| !keep || !is_finished_weights(path)) {
+            if let Err(error) = remove(path) {
+                tracing::warn!(%error, "an unfinished file stays");
             }
         }
+        self.work.leave(keep);
         for folder in lock(&self.below).iter().chain(&self.created) {
             // Only what this conversion created, and only if nobody else put anything into it.
             let _ = fs::remove_dir(folder);
@@ -207,8 +350,80 @@ impl Drop for OutputFolder {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// Whether a path is that of weights that are finished, under either name.
+fn is_finished_weights(path: &Path) -> bool {
+    let name = path.to_string_lossy();
+    name.strip_suffix(DONE).unwrap_or(&name).ends_with(".safetensors")
+}
+
+/// Whether a finished file's bytes are those that its receipt names.
+fn holds(path: &Path, receipt: &Receipt, threads: usize, each: &(dyn Fn(u64) -> Result<()> + Sync)) -> Result<bool> {
+    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    let bytes = file.metadata().map_err(|e| Error::io("look at", path, e))?.len();
+    if bytes != receipt.file.bytes {
+        return Ok(false);
+    }
+    Ok(Digest::of_file(&file, path, bytes, threads, each)? == receipt.file.blake3)
+}
+
+/// What lies at `path`. A file, a source part, or anything that no conversion put there is an error.
+fn look(path: &Path, sources: &[&Path]) -> Result<Found> {
+    let status = match fs::metadata(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Found::Nothing),
+        Err(e) => return Err(Error::io("look at", path, e)),
+        Ok(status) => status,
+    };
+    if !status.is_dir() {
+        let fault = Fault::new("the output is a file").file(path).expected("a folder, or nothing yet");
+        return Err(fault.output());
+    }
+    let entries = fs::read_dir(path).map_err(|e| Error::io("list", path, e))?;
+    let mut names: Vec<String> = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|e| Error::io("list", path, e))?;
+        if let Some(source) = sources.iter().find(|s| same_file(s, &entry.path())) {
+            return Err(Fault::new(format!("the output folder holds the source part '{}'", source.display()))
+                .file(path)
+                .expected("an empty folder away from the source")
+                .output());
+        }
+        names.push(entry.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    let Some(first) = names.first() else { return Ok(Found::Nothing) };
+    let is = |name: &str| names.iter().any(|n| n == name);
+    // A manifest is only ours if it is a file: a conversion that resumes reads it.
+    if is(filename::MANIFEST) && path.join(filename::MANIFEST).is_file() {
+        return Ok(Found::Sealed);
+    }
+    if is(filename::WORK) && path.join(filename::WORK).is_dir() {
+        return Ok(Found::Unfinished);
+    }
+    Err(occupied(path, format!("{} entries, the first is '{first}'", names.len())))
+}
+
+fn occupied(path: &Path, what: String) -> Error {
+    Fault::new(format!("the output folder holds {what}"))
+        .file(path)
+        .expected("an empty folder, or none")
+        .remedy("Choose another folder, or remove what is in it")
+        .output()
+}
+
+fn unfinished(path: &Path, what: &str) -> Error {
+    Fault::new(format!("the output folder holds {what}"))
+        .file(path)
+        .expected("an empty folder, or none")
+        .remedy("Go on with it by --resume, or remove the folder")
+        .output()
+}
+
+/// Removes a file, if it is there.
+fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        Ok(()) | Err(_) => Ok(()),
+    }
 }
 
 /// Whether two paths lead to one file, through links as well.
@@ -227,8 +442,47 @@ mod tests {
     const FILES: [&str; 3] =
         ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors", "mtp/a.safetensors"];
 
+    fn record() -> Record {
+        let zero = "0".repeat(64);
+        let rules = serde_json::json!({ "name": "n", "version": "1", "digest": zero, "launch": [] });
+        let mut mapping = rules.clone();
+        mapping.as_object_mut().unwrap().remove("launch");
+        let files: Vec<_> = FILES.iter().map(|name| serde_json::json!({ "name": name, "rank": 0 })).collect();
+        let record = serde_json::json!({
+            "format": "ggshard work", "format_version": 1, "tool": "t", "plan": zero,
+            "source": { "architecture": "a", "parts": [] }, "marks": [], "mapping": mapping, "profile": rules,
+            "topology": { "tp": 1, "ranks": [0] },
+            "policy": { "dtype": "bf16", "mtp": "keep", "part_size": 1, "allow_nonfinite": false },
+            "warnings": [], "ignored": [], "parameters": [], "others": [], "files": files, "index": null,
+        });
+        Record::parse(&serde_json::to_vec(&record).unwrap()).unwrap()
+    }
+
+    fn claim(path: &Path, resume: bool) -> OutputFolder {
+        let record = record();
+        let claim =
+            Claim { ranks: &[0], record: &record, others: &[], sources: &[], resume, keep: true, same_source: false };
+        match OutputFolder::claim(path, &claim).unwrap() {
+            Claimed::Open(folder) => *folder,
+            Claimed::Sealed(_) => panic!("it is sealed"),
+        }
+    }
+
+    fn entry(name: &str) -> FileEntry {
+        let (name, blake3) = (name.to_owned(), Digest::of(b""));
+        FileEntry { name, rank: None, stage: None, bytes: 0, header_bytes: 0, blake3, tensors: Vec::new() }
+    }
+
+    fn fill(folder: &OutputFolder) {
+        for (index, name) in FILES.iter().enumerate() {
+            let file = folder.open_partial(name).unwrap();
+            folder.complete(index, entry(name), Vec::new(), &file).unwrap();
+        }
+    }
+
     /// A process that dies between any two steps leaves nothing that passes for a checkpoint: no manifest, and nothing
-    /// that a stack reads first (config.json, an index) unless every weight is in place under its name.
+    /// that a stack reads first (config.json, an index) unless every weight is in place under its name. And whatever it
+    /// leaves, the next one can finish.
     #[test]
     fn a_death_after_any_step_leaves_no_checkpoint() {
         let others = [("config.json".to_owned(), b"{}".to_vec()), ("mtp/config.json".to_owned(), b"{}".to_vec())];
@@ -237,29 +491,72 @@ mod tests {
         for dies_after in 0..=all.len() {
             let temp = tempfile::tempdir().unwrap();
             let path = temp.path().join("out");
-            let folder = OutputFolder::create(&path).unwrap();
-            for name in FILES {
-                let file = folder.open_partial(name).unwrap();
-                folder.complete(name, &file).unwrap();
-            }
+            let folder = claim(&path, false);
+            fill(&folder);
             for step in &all[..dies_after] {
                 folder.take(*step).unwrap();
             }
-            // No destructor runs in a process that is killed.
-            std::mem::forget(folder);
+            // No destructor runs in a process that is killed, but its locks are released.
+            let mut folder = std::mem::ManuallyDrop::new(folder);
+            folder.work.release();
             let is = |name: &str| path.join(name).exists();
             assert_eq!(is(filename::MANIFEST), dies_after > last, "after {dies_after} steps");
             if is("config.json") || is("mtp/config.json") || is(filename::SUMS) {
                 assert!(FILES.iter().all(|name| is(name)), "after {dies_after} steps");
             }
+            let complete = || {
+                FILES.iter().all(|name| is(name)) && is("config.json") && is("mtp/config.json") && is(filename::SUMS)
+            };
             if dies_after > last {
-                assert!(
-                    FILES.iter().all(|name| is(name))
-                        && is("config.json")
-                        && is("mtp/config.json")
-                        && is(filename::SUMS)
-                );
+                assert!(complete());
+                continue;
             }
+            let folder = claim(&path, true);
+            let finished = folder.finished(&record(), &[0], 1, &|_| Ok(())).unwrap();
+            assert_eq!(finished.len(), FILES.len(), "after {dies_after} steps");
+            folder.commit(&FILES, &others, b"sums", b"manifest").unwrap();
+            assert!(complete() && is(filename::MANIFEST) && !is(filename::WORK), "after {dies_after} steps");
         }
+    }
+
+    /// Weights that must be made again go only after what makes the folder look complete.
+    #[test]
+    fn what_is_redone_takes_the_config_away_first() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("out");
+        let folder = claim(&path, false);
+        fill(&folder);
+        for step in steps(&FILES, &[], b"sums", b"manifest").iter().take(5) {
+            folder.take(*step).unwrap();
+        }
+        drop(folder);
+        std::fs::write(path.join(filename::SUMS), b"sums").unwrap();
+        std::fs::write(path.join(FILES[1]), b"damaged").unwrap();
+        let folder = claim(&path, true);
+        let finished = folder.finished(&record(), &[0], 2, &|_| Ok(())).unwrap();
+        assert_eq!(finished.iter().map(|(index, _)| *index).collect::<Vec<_>>(), [0, 2]);
+        assert!(!path.join(filename::SUMS).exists() && !path.join(FILES[1]).exists());
+    }
+
+    #[test]
+    fn a_run_that_does_not_resume_leaves_unfinished_work_alone() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("out");
+        let folder = claim(&path, false);
+        fill(&folder);
+        drop(folder);
+        let record = record();
+        let claim = Claim {
+            ranks: &[0],
+            record: &record,
+            others: &[],
+            sources: &[],
+            resume: false,
+            keep: false,
+            same_source: false,
+        };
+        let error = OutputFolder::claim(&path, &claim).unwrap_err().to_string();
+        assert!(error.contains("--resume"), "{error}");
+        assert!(FILES.iter().all(|name| path.join(format!("{name}{DONE}")).exists()));
     }
 }

@@ -199,7 +199,7 @@ pub struct Parameter {
 }
 
 /// One safetensors file.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
     /// Name relative to the checkpoint's folder, with at most one sub-folder.
@@ -208,7 +208,7 @@ pub struct FileEntry {
     #[serde(deserialize_with = "given")]
     pub rank: Option<u32>,
     /// The pipeline stage, where there are several.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stage: Option<u32>,
     /// Length of the file.
     pub bytes: u64,

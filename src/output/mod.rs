@@ -3,16 +3,21 @@
 pub mod digest;
 pub mod filename;
 pub mod folder;
+mod index;
+pub mod lock;
 pub mod manifest;
 pub mod safetensors;
+pub mod seal;
 mod source_hash;
 pub mod space;
 pub mod sums;
 pub mod treehash;
+pub mod work;
 mod writer;
 
 pub use digest::Digest;
 pub use folder::OutputFolder;
+pub(crate) use index::index;
 pub use manifest::Manifest;
 pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use source_hash::SourceHasher;

@@ -14,9 +14,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::{Digest, TreeHash};
-use crate::engine::{Observer, check_cancel, on_threads};
+use crate::engine::{Observer, check_cancel};
 use crate::error::Result;
 use crate::gguf::{Advice, GgufSet};
+use crate::threads::on_threads;
 
 /// Bytes of a window; a power of two, so that it is one subtree of the hash.
 const WINDOW: u64 = 1 << 20;

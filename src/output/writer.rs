@@ -1,6 +1,6 @@
 //! The engine's sink: tiles are hashed while they are in cache and written to their place in a rank's file.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,18 +8,23 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use super::folder::OutputFolder;
 use super::manifest::{FileEntry, TensorEntry};
+use super::work::Counted;
 use super::{Digest, SafetensorsHeader, TreeHash};
+use crate::dequant::Nonfinite;
 use crate::engine::Sink;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::Set;
 use crate::plan::{Plan, PlannedFile};
+use crate::threads::lock;
 
-/// Writes the files of the wanted ranks.
+/// Writes files of a plan.
 pub struct Writer<'a> {
     plan: &'a Plan,
     folder: &'a OutputFolder,
-    /// By index of [`Plan::files`]; none for ranks that are not wanted.
+    /// By index of [`Plan::files`]; none for those that are not wanted.
     files: Vec<Option<RankFile>>,
+    /// Values that are not finite, by parameter and rank.
+    nonfinite: Mutex<BTreeMap<(u32, u32), Nonfinite>>,
     /// Tensors that have begun to arrive, by (parameter, first of the ranks that hold it).
     tensors: Mutex<HashMap<(u32, u32), Arc<TensorHash>>>,
     /// Digests of complete slices, `tp` for each parameter.
@@ -27,11 +32,12 @@ pub struct Writer<'a> {
 }
 
 struct RankFile {
+    /// Its index in [`Plan::files`].
+    index: usize,
     name: String,
     header: Vec<u8>,
     bytes: u64,
     hash: TreeHash,
-    digest: OnceLock<Digest>,
     /// Bytes that have yet to be written.
     missing: AtomicU64,
     handle: RwLock<Handle>,
@@ -49,25 +55,25 @@ struct TensorHash {
 }
 
 impl<'a> Writer<'a> {
-    /// Lays out the headers of the wanted ranks' files. Opens nothing yet.
+    /// Lays out the headers of the files with these indices. Opens nothing yet.
     pub fn new(
         plan: &'a Plan,
         folder: &'a OutputFolder,
-        ranks: &[u32],
+        wanted: &BTreeSet<usize>,
         metadata: &BTreeMap<String, String>,
     ) -> Result<Self> {
-        let files = plan.files.iter().map(|file| -> Result<Option<RankFile>> {
-            if !ranks.contains(&file.rank) {
+        let files = plan.files.iter().enumerate().map(|(index, file)| -> Result<Option<RankFile>> {
+            if !wanted.contains(&index) {
                 return Ok(None);
             }
             let layout = header_of(plan, file, metadata)?;
             let bytes = layout.file_bytes();
             Ok(Some(RankFile {
+                index,
                 name: file.name.clone(),
                 header: layout.to_bytes()?,
                 bytes,
                 hash: TreeHash::new(bytes),
-                digest: OnceLock::new(),
                 missing: AtomicU64::new(bytes),
                 handle: RwLock::new(Handle::Unopened),
             }))
@@ -75,7 +81,7 @@ impl<'a> Writer<'a> {
         let files = files.collect::<Result<Vec<_>>>()?;
         let mut digests = Vec::new();
         digests.resize_with(plan.params.len() * plan.tp as usize, OnceLock::new);
-        Ok(Writer { plan, folder, files, tensors: Mutex::default(), digests })
+        Ok(Writer { plan, folder, files, nonfinite: Mutex::default(), tensors: Mutex::default(), digests })
     }
 
     /// Bytes of all files that will be written.
@@ -83,32 +89,41 @@ impl<'a> Writer<'a> {
         self.files.iter().flatten().map(|f| f.bytes).sum()
     }
 
-    /// Completes files without tensor data and gives the manifest's entries. Every byte must have come.
-    pub fn finish(&self) -> Result<Vec<FileEntry>> {
-        let mut entries = Vec::new();
-        for (planned, file) in self.plan.files.iter().zip(&self.files) {
-            let Some(file) = file else { continue };
+    /// Completes files without tensor data. Every byte of the others must have come.
+    pub fn finish(&self) -> Result<()> {
+        for file in self.files.iter().flatten() {
             if matches!(*read(&file.handle), Handle::Unopened) {
-                file.open(self.folder)?;
+                self.open(file)?;
             }
-            let incomplete = || {
-                Fault::new(format!("{} bytes were never made", file.missing.load(Ordering::Relaxed)))
-                    .file(self.folder.path().join(&file.name))
-                    .audit()
-            };
-            let blake3 = *file.digest.get().ok_or_else(incomplete)?;
-            let tensors = planned.params.iter().map(|p| self.tensor_entry(*p, planned.rank));
-            entries.push(FileEntry {
-                name: file.name.clone(),
-                rank: self.plan.rank_of(planned),
-                stage: Some(planned.stage).filter(|_| self.plan.stages.count() > 1 && planned.set == Set::Main),
-                bytes: file.bytes,
-                header_bytes: file.header.len() as u64,
-                blake3,
-                tensors: tensors.collect::<Result<_>>()?,
-            });
+            if !matches!(*read(&file.handle), Handle::Complete) {
+                let missing = file.missing.load(Ordering::Relaxed);
+                let fault = Fault::new(format!("{missing} bytes were never made"));
+                return Err(fault.file(self.folder.path().join(&file.name)).audit());
+            }
         }
-        Ok(entries)
+        Ok(())
+    }
+
+    /// The manifest's entry of a file whose bytes are all there, and what was counted in it.
+    fn entry(&self, file: &RankFile) -> Result<(FileEntry, Vec<Counted>)> {
+        let planned = &self.plan.files[file.index];
+        let tensors = planned.params.iter().map(|p| self.tensor_entry(*p, planned.rank));
+        let entry = FileEntry {
+            name: file.name.clone(),
+            rank: self.plan.rank_of(planned),
+            stage: Some(planned.stage).filter(|_| self.plan.stages.count() > 1 && planned.set == Set::Main),
+            bytes: file.bytes,
+            header_bytes: file.header.len() as u64,
+            blake3: file.hash.finish()?.into(),
+            tensors: tensors.collect::<Result<_>>()?,
+        };
+        let nonfinite = lock(&self.nonfinite);
+        let counted = planned.params.iter().enumerate().filter_map(|(tensor, param)| {
+            let Nonfinite { nan, inf, overflow } = *nonfinite.get(&(*param, planned.rank))?;
+            let first_rank = self.plan.params[*param as usize].first_holder(planned.rank);
+            Some(Counted { tensor, first_rank, nan, inf, overflow })
+        });
+        Ok((entry, counted.collect()))
     }
 
     fn tensor_entry(&self, index: u32, rank: u32) -> Result<TensorEntry> {
@@ -149,14 +164,14 @@ impl<'a> Writer<'a> {
         }
         let key = (param, ranks[0]);
         let tensor = {
-            let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut tensors = lock(&self.tensors);
             let begun = || Arc::new(TensorHash { hash: TreeHash::new(total), missing: AtomicU64::new(total) });
             tensors.entry(key).or_insert_with(begun).clone()
         };
         tensor.hash.add(offset, bytes)?;
         let left = tensor.missing.fetch_sub(bytes.len() as u64, Ordering::AcqRel) - bytes.len() as u64;
         if left == 0 {
-            self.tensors.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
+            lock(&self.tensors).remove(&key);
             settle(tensor.hash.finish()?.into())?;
         }
         Ok(())
@@ -187,55 +202,61 @@ impl Sink for Writer<'_> {
             let file = self.files[slice.file as usize].as_ref().ok_or_else(|| {
                 Fault::new(format!("rank {rank} is not written")).tensor(&self.plan.params[param as usize].name).audit()
             })?;
-            file.write(self.folder, file.header.len() as u64 + slice.offset + offset, bytes)?;
+            self.write(file, file.header.len() as u64 + slice.offset + offset, bytes)?;
         }
         Ok(())
     }
+
+    fn note(&self, param: u32, ranks: &[u32], found: Nonfinite) {
+        let mut nonfinite = lock(&self.nonfinite);
+        ranks.iter().for_each(|rank| *nonfinite.entry((param, *rank)).or_default() += found);
+    }
 }
 
-impl RankFile {
-    fn write(&self, folder: &OutputFolder, at: u64, bytes: &[u8]) -> Result<()> {
-        let open = match &*read(&self.handle) {
-            Handle::Open(file) => Some(file.clone()),
+impl Writer<'_> {
+    fn write(&self, file: &RankFile, at: u64, bytes: &[u8]) -> Result<()> {
+        let open = match &*read(&file.handle) {
+            Handle::Open(handle) => Some(handle.clone()),
             Handle::Unopened | Handle::Complete => None,
         };
         let handle = match open {
             Some(handle) => handle,
-            None => self.open(folder)?,
+            None => self.open(file)?,
         };
-        self.hash.add(at, bytes)?;
-        self.write_at(folder, &handle, at, bytes)
+        file.hash.add(at, bytes)?;
+        self.write_at(file, &handle, at, bytes)
     }
 
-    fn write_at(&self, folder: &OutputFolder, handle: &File, at: u64, bytes: &[u8]) -> Result<()> {
+    fn write_at(&self, file: &RankFile, handle: &File, at: u64, bytes: &[u8]) -> Result<()> {
         let written = handle.write_all_at(bytes, at);
-        written.map_err(|e| Error::io("write", &folder.path().join(&self.name), e))?;
-        let left = self.missing.fetch_sub(bytes.len() as u64, Ordering::AcqRel) - bytes.len() as u64;
+        written.map_err(|e| Error::io("write", &self.folder.path().join(&file.name), e))?;
+        let left = file.missing.fetch_sub(bytes.len() as u64, Ordering::AcqRel) - bytes.len() as u64;
         if left == 0 {
             // The last byte is in: nobody else will touch this file.
-            folder.complete(&self.name, handle)?;
-            let _ = self.digest.set(self.hash.finish()?.into());
-            *self.handle.write().unwrap_or_else(PoisonError::into_inner) = Handle::Complete;
+            let (entry, counted) = self.entry(file)?;
+            self.folder.complete(file.index, entry, counted, handle)?;
+            *file.handle.write().unwrap_or_else(PoisonError::into_inner) = Handle::Complete;
         }
         Ok(())
     }
 
-    /// Opens the file and writes its header, once.
-    fn open(&self, folder: &OutputFolder) -> Result<Arc<File>> {
-        let mut state = self.handle.write().unwrap_or_else(PoisonError::into_inner);
+    /// Opens a file and writes its header, once.
+    fn open(&self, file: &RankFile) -> Result<Arc<File>> {
+        let mut state = file.handle.write().unwrap_or_else(PoisonError::into_inner);
         match &*state {
-            Handle::Open(file) => return Ok(file.clone()),
+            Handle::Open(handle) => return Ok(handle.clone()),
             Handle::Complete => {
-                return Err(Fault::new("bytes came after the last").file(folder.path().join(&self.name)).audit());
+                let fault = Fault::new("bytes came after the last").file(self.folder.path().join(&file.name));
+                return Err(fault.audit());
             }
             Handle::Unopened => {}
         }
-        let file = Arc::new(folder.open_partial(&self.name)?);
-        *state = Handle::Open(file.clone());
+        let handle = Arc::new(self.folder.open_partial(&file.name)?);
+        *state = Handle::Open(handle.clone());
         drop(state);
-        self.hash.add(0, &self.header)?;
-        self.write_at(folder, &file, 0, &self.header)?;
-        Ok(file)
+        file.hash.add(0, &file.header)?;
+        self.write_at(file, &handle, 0, &file.header)?;
+        Ok(handle)
     }
 }
 

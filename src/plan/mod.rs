@@ -104,6 +104,18 @@ pub struct Param {
     pub slices: Vec<Slice>,
 }
 
+impl Param {
+    /// The first of the ranks that hold the very same slice as `rank`.
+    pub fn first_holder(&self, rank: u32) -> u32 {
+        let pieces = |rank: u32| &self.slices[rank as usize].pieces;
+        let mut first = rank;
+        while first > 0 && !pieces(rank).is_empty() && pieces(first - 1) == pieces(rank) {
+            first -= 1;
+        }
+        first
+    }
+}
+
 /// How ranks share a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParamCut {

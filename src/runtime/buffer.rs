@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use crate::error::{Fault, Result};
-use crate::verify::lock;
+use crate::threads::lock;
 
 /// Bytes that one lock guards: larger than a tile, so that workers on neighbouring tiles seldom meet.
 const STRIPE: usize = 1 << 20;

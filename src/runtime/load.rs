@@ -5,10 +5,9 @@ use std::sync::Mutex;
 
 use super::checkpoint::RankCheckpoint;
 use super::tensor::Tensor;
-use crate::engine::on_threads;
 use crate::error::{Fault, Result};
 use crate::gguf::Advice;
-use crate::verify::lock;
+use crate::threads::{lock, on_threads};
 
 /// Bytes that a thread takes at a time.
 const CHUNK: usize = 4 << 20;

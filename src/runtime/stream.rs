@@ -19,7 +19,7 @@ use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
 use crate::mapping::Set;
 use crate::plan::Plan;
-use crate::verify::lock;
+use crate::threads::lock;
 
 /// A parameter that is to come.
 #[derive(Debug, Clone, PartialEq, Eq)]

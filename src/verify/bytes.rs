@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use super::contents::lock;
 use super::{Finding, Report, What};
 use crate::engine::Sink;
 use crate::error::{Fault, Result};
 use crate::gguf::read_up_to;
 use crate::plan::Plan;
+use crate::threads::lock;
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 64 << 10;

@@ -11,15 +11,16 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Finding, Options, Report, Step, What};
-use crate::engine::{check_cancel, on_threads};
+use crate::engine::check_cancel;
 use crate::error::{Error, Result};
 use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
+use crate::threads::{lock, on_threads};
 
 /// Bytes that are read at a time.
 const TILE: u64 = 1 << 20;
@@ -158,10 +159,6 @@ fn check_targets<'m>(
     }
     results.findings.sort_by_key(|(number, _)| *number);
     Ok(results)
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<'m> Checker<'m> {

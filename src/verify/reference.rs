@@ -23,12 +23,12 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use super::contents::lock;
 use super::report::REFERENCE;
 use super::{Distance, Finding, Options, Report, Step, Summary, What};
-use crate::engine::{check_cancel, on_threads};
+use crate::engine::check_cancel;
 use crate::error::{Error, Fault, Result};
 use crate::output::manifest::{FileEntry, Manifest, Parameter, TensorEntry};
+use crate::threads::{lock, on_threads};
 
 mod original;
 mod place;

@@ -1,5 +1,7 @@
 //! Work on several threads.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 /// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
 pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
     let threads = match threads {
@@ -15,4 +17,9 @@ pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
         }
         work();
     });
+}
+
+/// The value behind a lock, also after a thread has panicked with it: what it holds is checked where it is used.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,0 +1,113 @@
+//! The main job: a GGUF becomes per-rank safetensors and a manifest.
+
+mod extras;
+mod record;
+mod run;
+
+use std::path::Path;
+
+pub use extras::{Extras, extras};
+pub(crate) use record::{ignored, index, metadata, parameters, source_of};
+pub use run::{Output, Report, Sealed, convert, seal};
+
+use crate::dequant::FloatType;
+use crate::error::Result;
+use crate::gguf::{GgufSet, OpenOptions};
+use crate::mapping::{self, Mapping, MtpPolicy, Profile};
+use crate::output::filename;
+use crate::plan::{Plan, PlanRequest, Policy};
+
+/// Part size unless another is asked for: 5 GiB, as published checkpoints have it.
+pub const PART_SIZE: u64 = 5 << 30;
+/// The name of the manifest in an output folder.
+pub const MANIFEST: &str = filename::MANIFEST;
+/// What the manifest's `tool` begins with; the version follows.
+pub(crate) const TOOL: &str = "ggshard ";
+
+/// What is to be converted, and how.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// A mapping by name or path; by default the one whose `[match]` fits.
+    pub mapping: Option<String>,
+    /// A profile by name or path.
+    pub profile: String,
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    /// Output dtype of weights that are not pinned.
+    pub dtype: FloatType,
+    /// What becomes of MTP blocks.
+    pub mtp: MtpPolicy,
+    /// Size in bytes at which a part is closed.
+    pub part_size: u64,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// Blocks per pipeline stage; empty to divide them evenly.
+    pub stage_layers: Vec<u64>,
+    /// Ranks hold whole experts instead of a slice of every expert.
+    pub expert_parallel: bool,
+    /// Each rank's rows of an expert's projections are padded with zeros to a multiple of this.
+    pub moe_pad: Option<u64>,
+}
+
+impl Default for Request {
+    fn default() -> Self {
+        Request {
+            mapping: None,
+            profile: "hf".into(),
+            tp: 1,
+            dtype: FloatType::BF16,
+            mtp: MtpPolicy::Keep,
+            part_size: PART_SIZE,
+            pp: 1,
+            stage_layers: Vec::new(),
+            expert_parallel: false,
+            moe_pad: None,
+        }
+    }
+}
+
+/// A source with its audited plan.
+pub struct Planned {
+    /// The source.
+    pub set: GgufSet,
+    /// The mapping, which says why it was chosen.
+    pub mapping: Mapping,
+    /// The plan.
+    pub plan: Plan,
+}
+
+/// Opens a source and plans its conversion. With `header_only` the source's data need not be there.
+pub fn plan(source: &Path, request: &Request, header_only: bool) -> Result<Planned> {
+    plan_set(GgufSet::open_with(source, OpenOptions { header_only, ..OpenOptions::default() })?, request)
+}
+
+/// Plans the conversion of an open source.
+pub fn plan_set(set: GgufSet, request: &Request) -> Result<Planned> {
+    set.refuse_nonmodel()?;
+    let mapping = match &request.mapping {
+        Some(name) => Mapping::load(name)?,
+        None => mapping::choose(&set)?,
+    };
+    plan_with(set, mapping, Profile::load(&request.profile)?, request)
+}
+
+/// Plans the conversion of an open source by rules that are at hand.
+pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Request) -> Result<Planned> {
+    let plan = audited(&set, &mapping, profile, request)?;
+    Ok(Planned { set, mapping, plan })
+}
+
+/// The audited plan of a conversion.
+pub(crate) fn audited(set: &GgufSet, mapping: &Mapping, profile: Profile, request: &Request) -> Result<Plan> {
+    let model = mapping::resolve(mapping, set, request.mtp)?;
+    let Request { dtype, mtp, part_size, moe_pad, .. } = *request;
+    let plan_request = PlanRequest {
+        profile,
+        tp: request.tp,
+        pp: request.pp,
+        stage_layers: request.stage_layers.clone(),
+        expert_parallel: request.expert_parallel,
+        policy: Policy { dtype, mtp, part_size, moe_pad },
+    };
+    Plan::audited(set, model, plan_request)
+}

@@ -1,0 +1,324 @@
+//! A conversion, from a plan to finished files, and sealing them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::{Extras, Planned, metadata, record};
+use crate::engine::{self, Engine, Observer, Outcome};
+use crate::error::{Error, Fault, Result};
+use crate::output::folder::{Claim, Claimed};
+use crate::output::manifest::{Manifest, Parameter};
+use crate::output::work::{Record, Work};
+use crate::output::{Digest, OutputFolder, SourceHasher, Writer, space};
+use crate::plan::Plan;
+
+/// Room that is left for the manifest and the small files when free space is checked.
+const SPARE_BYTES: u64 = 16 << 20;
+
+/// Where a conversion goes, and what becomes of it there.
+#[derive(Debug, Clone, Copy)]
+pub struct Output<'a> {
+    /// The folder. It is created, or must be empty, unless work in it goes on.
+    pub folder: &'a Path,
+    /// Go on with what an earlier run began in the folder, if one did: files that are finished, and whose bytes are still
+    /// those that were written, are not made again.
+    pub resume: bool,
+    /// If it ends early, keep the files that are finished. Otherwise nothing remains.
+    pub keep: bool,
+    /// The source may be a copy of the one that the conversion began with.
+    pub same_source: bool,
+    /// Whether the folder becomes a checkpoint at the end; if not, [`seal`] makes it one when other processes have made
+    /// the other ranks. By default, if all ranks are made here.
+    pub seal: Option<bool>,
+}
+
+impl<'a, P: AsRef<Path> + ?Sized> From<&'a P> for Output<'a> {
+    fn from(folder: &'a P) -> Self {
+        Output { folder: folder.as_ref(), resume: false, keep: false, same_source: false, seal: None }
+    }
+}
+
+/// What a conversion did.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// The output folder as given.
+    pub output: PathBuf,
+    /// Safetensors files of the ranks that were asked for.
+    pub files: usize,
+    /// How many of them an earlier run had finished.
+    pub kept_files: usize,
+    /// Tensors in the files, over all ranks.
+    pub tensors: usize,
+    /// Bytes of the files.
+    pub output_bytes: u64,
+    /// Source bytes that were fetched.
+    pub source_bytes: u64,
+    /// Of them, fetched more than once; only if it was tracked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub repeated_bytes: Option<u64>,
+    /// Values that are not finite, by parameter: NaN, infinite, overflowed.
+    pub nonfinite: BTreeMap<String, (u64, u64, u64)>,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+    /// Whether the folder is a checkpoint now. If not, other ranks or the sealing are yet to come.
+    pub sealed: bool,
+    /// BLAKE3 of the manifest, if it is there.
+    pub manifest_blake3: Option<String>,
+}
+
+/// Executes a plan into a folder. `extras` go beside the weights. `progress` is told of tensor bytes done.
+///
+/// # Errors
+///
+/// Those of the source and the plan; [`Error::Output`] when the folder cannot be used: not empty, another conversion's,
+/// in use by another process, too little space; [`Error::Io`]. After any of them the folder is no checkpoint.
+pub fn convert<'o>(
+    planned: &Planned,
+    output: impl Into<Output<'o>>,
+    options: engine::Options,
+    extras: &Extras,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Report> {
+    let Output { folder: path, resume, keep, same_source, seal } = output.into();
+    let Planned { set, plan, .. } = planned;
+    let ranks = ranks(plan, &options)?;
+    let record = record::record(planned, extras, options.allow_nonfinite)?;
+    let sources: Vec<&Path> = set.parts().iter().map(|p| p.path()).collect();
+    let claim =
+        Claim { ranks: &ranks, record: &record, others: &extras.files, sources: &sources, resume, keep, same_source };
+    let folder = match OutputFolder::claim(path, &claim)? {
+        Claimed::Open(folder) => folder,
+        Claimed::Sealed(manifest) => return Report::of_sealed(path, &ranks, *manifest),
+    };
+    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, options: &options, progress };
+    let (outcome, kept_files) = job.run(resume).inspect_err(|error| {
+        if !can_be_resumed(error) {
+            folder.set_keep(false);
+        }
+    })?;
+    let (source_bytes, repeated_bytes) = (outcome.reads.bytes(), outcome.reads.repeated());
+    let files = ranks_files(&folder, &record, &ranks)?;
+    let warnings = record.warnings.clone();
+    let report = Report {
+        output: path.to_path_buf(),
+        files: files.len(),
+        kept_files,
+        tensors: files.iter().map(|(file, _)| file.tensors.len()).sum(),
+        output_bytes: files.iter().map(|(file, _)| file.bytes).sum(),
+        source_bytes,
+        repeated_bytes,
+        nonfinite: nonfinite(&record.counted(&files)),
+        warnings,
+        sealed: false,
+        manifest_blake3: None,
+    };
+    drop(files);
+    if seal.unwrap_or(ranks.len() == plan.tp as usize) {
+        let sealed = crate::output::seal::seal(*folder, &record, &ranks)?;
+        return Ok(Report { sealed: true, manifest_blake3: Some(sealed.digest.to_string()), ..report });
+    }
+    folder.set_keep(true);
+    Ok(report)
+}
+
+type Files = Vec<(crate::output::manifest::FileEntry, Vec<crate::output::work::Counted>)>;
+
+/// What is known about the finished files of `ranks`.
+fn ranks_files(folder: &OutputFolder, record: &Record, ranks: &[u32]) -> Result<Files> {
+    let receipt = |index: usize| {
+        let absent = || Fault::new(format!("no receipt of '{}'", record.files[index].name)).file(folder.path()).audit();
+        let receipt = folder.work().receipt(record, index)?.ok_or_else(absent)?;
+        Ok((receipt.file, receipt.counted))
+    };
+    record.files_of(ranks).map(receipt).collect()
+}
+
+/// Parameters with values that are not finite.
+fn nonfinite(parameters: &[Parameter]) -> BTreeMap<String, (u64, u64, u64)> {
+    let some = parameters.iter().filter(|p| p.nan + p.inf + p.overflow > 0);
+    let name = |p: &Parameter| if p.set.is_empty() { p.name.clone() } else { format!("{}/{}", p.set, p.name) };
+    some.map(|p| (name(p), (p.nan, p.inf, p.overflow))).collect()
+}
+
+/// Whether it makes sense to go on where this error ended a conversion. After the others, the same would happen again.
+fn can_be_resumed(error: &Error) -> bool {
+    match error {
+        Error::Io { .. } | Error::Truncated(_) | Error::Output(_) | Error::Cancelled(_) => true,
+        Error::Container(_)
+        | Error::Unsupported(_)
+        | Error::Split(_)
+        | Error::Rules(_)
+        | Error::NoMapping(_)
+        | Error::MissingTensor(_)
+        | Error::UnknownTensor(_)
+        | Error::Contradiction(_)
+        | Error::Layout(_)
+        | Error::Audit(_)
+        | Error::Nonfinite(_)
+        | Error::Checkpoint(_) => false,
+    }
+}
+
+/// The making of files.
+struct Job<'a> {
+    planned: &'a Planned,
+    folder: &'a OutputFolder,
+    record: &'a Record,
+    ranks: &'a [u32],
+    options: &'a engine::Options,
+    progress: &'a (dyn Fn(u64) + Sync),
+}
+
+impl Job<'_> {
+    /// Makes the files that are not finished. Gives what the engine saw, and how many files were.
+    fn run(&self, resume: bool) -> Result<(Outcome, usize)> {
+        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, options, progress } = *self;
+        let each = |_| options.check_cancel();
+        let finished = if resume { folder.finished(record, ranks, options.threads, &each)? } else { Vec::new() };
+        let finished: BTreeSet<usize> = finished.into_iter().map(|(index, _)| index).collect();
+        let wanted: BTreeSet<usize> = record.files_of(ranks).filter(|index| !finished.contains(index)).collect();
+        progress(finished.iter().map(|index| plan.files[*index].data_bytes).sum());
+        check_space(folder.path(), plan, &wanted)?;
+        let writer = Writer::new(plan, folder, &wanted, &metadata(env!("CARGO_PKG_VERSION")))?;
+        let skip = finished.iter().map(|index| *index as u32).collect();
+        let hasher = options.hash_source.then(|| SourceHasher::new(set));
+        let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
+        let engine = Engine::new(plan, set, engine::Options { skip, ..options.clone() }).observed(observer);
+        let outcome = engine.run(&writer, progress)?;
+        writer.finish()?;
+        if let Some(hasher) = hasher {
+            let digests = hasher.finish(options.threads, options.cancel.as_deref())?;
+            folder.work().write_source_digests(record, &digests)?;
+        }
+        self.check_source()?;
+        options.check_cancel()?;
+        Ok((outcome, finished.len()))
+    }
+
+    /// The source's files are those that they were when the conversion began.
+    fn check_source(&self) -> Result<()> {
+        for (part, then) in self.planned.set.parts().iter().zip(&self.record.marks) {
+            if part.mark()? != *then {
+                return Err(Fault::new("the file was changed or replaced while it was read")
+                    .file(part.path())
+                    .remedy("Convert again when nobody writes to it")
+                    .contradiction());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Report {
+    /// The report of a conversion that an earlier run had finished.
+    fn of_sealed(path: &Path, ranks: &[u32], manifest: Manifest) -> Result<Report> {
+        let of_ranks = || manifest.files.iter().filter(|file| file.rank.is_none_or(|rank| ranks.contains(&rank)));
+        let (bytes, _) = Manifest::read_bytes(path)?;
+        Ok(Report {
+            output: path.to_path_buf(),
+            files: of_ranks().count(),
+            kept_files: of_ranks().count(),
+            tensors: of_ranks().map(|file| file.tensors.len()).sum(),
+            output_bytes: of_ranks().map(|file| file.bytes).sum(),
+            source_bytes: 0,
+            repeated_bytes: None,
+            nonfinite: nonfinite(&manifest.parameters),
+            warnings: manifest.warnings.clone(),
+            sealed: true,
+            manifest_blake3: Some(Digest::of(&bytes).to_string()),
+        })
+    }
+}
+
+/// What sealing a folder gave.
+#[derive(Debug, Clone, Serialize)]
+pub struct Sealed {
+    /// The folder as given.
+    pub output: PathBuf,
+    /// The ranks in it.
+    pub ranks: Vec<u32>,
+    /// Number of tensor-parallel ranks of the model.
+    pub tp: u32,
+    /// Safetensors files.
+    pub files: usize,
+    /// Bytes of them.
+    pub output_bytes: u64,
+    /// Whether the folder was sealed before.
+    pub already: bool,
+    /// BLAKE3 of the manifest.
+    pub manifest_blake3: String,
+}
+
+/// Makes a folder into which processes have converted ranks a checkpoint: checks that every file of `ranks` (all of the
+/// model, if empty) is finished, and writes the small files and the manifest. A folder that is sealed stays as it is.
+///
+/// # Errors
+///
+/// [`Error::Output`] when files are missing (it says which), a process is still at work, or nothing was converted here.
+pub fn seal(path: &Path, ranks: &[u32]) -> Result<Sealed> {
+    let report = |manifest: &Manifest, digest: Digest, already: bool| Sealed {
+        output: path.to_path_buf(),
+        ranks: manifest.topology.ranks.clone(),
+        tp: manifest.topology.tp,
+        files: manifest.files.len(),
+        output_bytes: manifest.files.iter().map(|file| file.bytes).sum(),
+        already,
+        manifest_blake3: digest.to_string(),
+    };
+    if path.join(super::MANIFEST).is_file() {
+        let (bytes, file) = Manifest::read_bytes(path)?;
+        let manifest = Manifest::parse(&bytes, &file)?;
+        if !ranks.is_empty() && ranks != manifest.topology.ranks {
+            return Err(Fault::new(format!("the folder is sealed with ranks {:?}", manifest.topology.ranks))
+                .file(path)
+                .expected(format!("ranks {ranks:?}"))
+                .output());
+        }
+        Work::remove_remains(path)?;
+        return Ok(report(&manifest, Digest::of(&bytes), true));
+    }
+    let begun = || -> Result<Record> {
+        Work::record_in(path)?.ok_or_else(|| {
+            let fault = Fault::new("no conversion has begun in this folder").file(path);
+            fault.remedy("Name the folder that convert was given").output()
+        })
+    };
+    let tp = begun()?.topology.tp;
+    let ranks: Vec<u32> = if ranks.is_empty() { (0..tp).collect() } else { ranks.to_vec() };
+    check_ranks(&ranks, tp)?;
+    let record = begun()?;
+    let folder = OutputFolder::claim_begun(path, &ranks, &record)?;
+    let sealed = crate::output::seal::seal(folder, &record, &ranks)?;
+    Ok(report(&sealed.manifest, sealed.digest, false))
+}
+
+fn ranks(plan: &Plan, options: &engine::Options) -> Result<Vec<u32>> {
+    let mut ranks: Vec<u32> = if options.ranks.is_empty() { (0..plan.tp).collect() } else { options.ranks.clone() };
+    ranks.sort_unstable();
+    ranks.dedup();
+    check_ranks(&ranks, plan.tp)?;
+    Ok(ranks)
+}
+
+fn check_ranks(ranks: &[u32], tp: u32) -> Result<()> {
+    if let Some(beyond) = ranks.iter().find(|rank| **rank >= tp) {
+        let fault = Fault::new(format!("--ranks names rank {beyond} of {tp}"));
+        return Err(fault.expected(format!("ranks 0 to {}", tp - 1)).layout());
+    }
+    Ok(())
+}
+
+fn check_space(output: &Path, plan: &Plan, wanted: &BTreeSet<usize>) -> Result<()> {
+    let needed: u64 = wanted.iter().map(|index| plan.files[*index].data_bytes).sum::<u64>() + SPARE_BYTES;
+    let free = space::free_bytes(output)?;
+    if free < needed {
+        return Err(Fault::new(format!("{free} bytes are free"))
+            .file(output)
+            .expected(format!("{needed} bytes for {} files", wanted.len()))
+            .remedy("Free some space, choose another disk, or convert some ranks at a time with --ranks")
+            .output());
+    }
+    Ok(())
+}
