@@ -153,7 +153,9 @@ fn a_finished_file_that_is_damaged_cut_or_without_a_receipt_is_made_again() {
     let temp = tempfile::tempdir().unwrap();
     let (_, planned) = small_parts(temp.path());
     let expected = undisturbed(&planned, Options::default());
-    let damage: [&dyn Fn(&Path, &Path); 5] = [
+    // What happens to the folder, or to its first finished file.
+    type Damage<'a> = &'a dyn Fn(&Path, &Path);
+    let damage: [Damage<'_>; 5] = [
         &|_, file| {
             let mut bytes = fs::read(file).unwrap();
             let middle = bytes.len() / 2;
