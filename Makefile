@@ -4,6 +4,7 @@
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
 # make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
+# make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
 # make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
@@ -23,7 +24,7 @@ WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-browser example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-crash test-browser example clean
 .NOTPARALLEL:
 
 help:
@@ -71,6 +72,9 @@ test-vllm: $(if $(GGSHARD),,build) $(VLLM)/.installed wheel
 	$(VLLM)/bin/python -m pip install $(WHEEL)
 	$(VLLM)/bin/python -B -m pytest python/tests/test_vllm.py python/tests/test_torch.py -p no:cacheprovider --basetemp=$(TARGET)/pytest-package
 	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(VLLM)/bin/python -B -m pytest tests/vllm -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-vllm
+
+test-crash: build
+	$(PYTHON) -B tests/crash/harness.py --bin $(TARGET)/release/ggshard
 
 test-browser:
 	$(CARGO) build --locked

@@ -1,5 +1,6 @@
 """inspect, plan, convert and verify: what they give, what they refuse, and how they are stopped."""
 import errno
+import json
 import os
 import pickle
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 
+import blake3
 import ggshard
 import pytest
 from conftest import DEEPSEEK, FIXTURES, GLM
