@@ -277,7 +277,9 @@ fn begun(source: &Path, profile: &str) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     let request = Request { tp: 2, profile: profile.into(), ..Request::default() };
-    convert_ranks(source, &out, &request, &[0]);
+    let planned = convert::plan(source, &request, false).unwrap();
+    let options = engine::Options { ranks: vec![0], threads: 1, ..engine::Options::default() };
+    convert::convert(&planned, &out, options, &convert::Extras::default(), &|_| {}).unwrap();
     assert!(out.join("ggshard.work/record.json").is_file());
     for name in ["victim", "victim.safetensors"] {
         fs::write(folder.path().join(name), "precious").unwrap();

@@ -7,10 +7,16 @@ const MOST_VARIABLES: usize = 4;
 /// A name in which `{variable}` stands for a loop variable (a run of digits) and `*` for any run of digits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Pattern {
-    text: String,
+    text: Box<str>,
     tokens: Vec<Token>,
+    skeleton: Box<Skeleton>,
+}
+
+/// A pattern taken apart into what is no digit and what may be.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+struct Skeleton {
     /// The text with `0` for every run of digits, whether literal or variable.
-    skeleton: String,
+    text: String,
     /// Those runs in order.
     runs: Vec<Run>,
 }
@@ -86,8 +92,8 @@ impl Pattern {
         if tokens.windows(2).any(runs_on) {
             return Err(format!("digits must end before the next variable, `*` or digit in '{text}'"));
         }
-        let (skeleton, runs) = runs(&tokens);
-        Ok(Pattern { text: text.to_owned(), tokens, skeleton, runs })
+        let skeleton = Box::new(Skeleton::of(&tokens));
+        Ok(Pattern { text: text.into(), tokens, skeleton })
     }
 
     /// The text it was parsed from.
@@ -135,40 +141,41 @@ impl Pattern {
     ///
     /// The runs of digits of such a name are the runs of either pattern, one by one, and everything between them is equal.
     pub fn overlaps(&self, other: &Pattern) -> bool {
+        let (a, b) = (&self.skeleton, &other.skeleton);
         // Last runs first: many rules differ only there.
-        self.runs.len() == other.runs.len()
-            && self.runs.iter().zip(&other.runs).rev().all(|(a, b)| a.overlaps(b))
-            && self.skeleton == other.skeleton
+        a.runs.len() == b.runs.len() && a.runs.iter().zip(&b.runs).rev().all(|(a, b)| a.overlaps(b)) && a.text == b.text
     }
 }
 
-/// The text of a pattern with its runs of digits taken out.
-fn runs(tokens: &[Token]) -> (String, Vec<Run>) {
-    let (mut skeleton, mut runs) = (String::new(), Vec::new());
-    let mut run: Option<Run> = None;
-    for token in tokens {
-        match token {
-            Token::Variable(_) | Token::AnyDigits => run.get_or_insert_default().open = true,
-            Token::Literal(text) => {
-                for c in text.chars() {
-                    if c.is_ascii_digit() {
-                        run.get_or_insert_default().digits.push(c);
-                        continue;
+impl Skeleton {
+    fn of(tokens: &[Token]) -> Self {
+        let mut skeleton = Skeleton::default();
+        let mut run: Option<Run> = None;
+        for token in tokens {
+            match token {
+                Token::Variable(_) | Token::AnyDigits => run.get_or_insert_default().open = true,
+                Token::Literal(text) => {
+                    for c in text.chars() {
+                        if c.is_ascii_digit() {
+                            run.get_or_insert_default().digits.push(c);
+                        } else {
+                            skeleton.end(run.take());
+                            skeleton.text.push(c);
+                        }
                     }
-                    if let Some(run) = run.take() {
-                        skeleton.push('0');
-                        runs.push(run);
-                    }
-                    skeleton.push(c);
                 }
             }
         }
+        skeleton.end(run);
+        skeleton
     }
-    if let Some(run) = run {
-        skeleton.push('0');
-        runs.push(run);
+
+    fn end(&mut self, run: Option<Run>) {
+        if let Some(run) = run {
+            self.text.push('0');
+            self.runs.push(run);
+        }
     }
-    (skeleton, runs)
 }
 
 /// The number that a run of digits is, if it is written as numbers are: `7`, not `007`.

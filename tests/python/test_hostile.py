@@ -128,10 +128,10 @@ def test_a_hostile_gguf(tmp_path, name):
     raw = GGUFS[name]()
     path.write_bytes(raw)
     within("inspect", path)
-    within("inspect", "--json", path)
+    within("inspect", "--json", "--check", "--hash", path)
     within("plan", "--tp", "1024", path)
     within("plan", "--tp", "8", "--header-only", "--profile", "vllm-0.32", path)
-    within("plan", "--tp", "2", "--mapping", "raw", path)
+    within("plan", "--tp", "2", "--mapping", "raw", "--io", "pread", path)
     within("convert", path, tmp_path / "out", "--tp", "2")
     assert path.read_bytes() == raw
     assert not (tmp_path / "out").exists() or "_1" in name or name == "zeros" or name.endswith("-1")
@@ -142,7 +142,8 @@ def test_a_file_of_a_terabyte_that_holds_nothing(tmp_path):
     path.write_bytes(gguf(tensors=[tensor("x", [1 << 38])]))
     os.truncate(path, (1 << 40) + (1 << 20))
     for args in (["inspect", path], ["plan", "--tp", "1", "--mapping", "raw", path], ["convert", path, tmp_path / "out", "--tp", "1", "--mapping", "raw"]):
-        within(*args)
+        for io in ("mmap", "pread"):
+            within(*args, "--io", io)
     assert not (tmp_path / "out").exists()
 
 
@@ -244,6 +245,23 @@ def test_a_hostile_file_in_a_folder(folder, tmp_path, name):
     assert within("plan", "--tp", "1", SMALL).returncode == 0
     assert within("convert", SMALL, tmp_path / "other", "--tp", "1", "--config", config).returncode == 1
     assert within("verify", folder).returncode == 0
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_in_a_work_folder(tmp_path, name):
+    out = tmp_path / "out"
+    ok("convert", SMALL, out, "--tp", "2", "--ranks", "0")
+    work = out / "ggshard.work"
+    for path in sorted(work.iterdir()):
+        kept = path.read_bytes()
+        path.write_bytes(FILES[name])
+        within("seal", out)
+        within("convert", SMALL, out, "--tp", "2", "--ranks", "0", "--resume")
+        assert not (out / "ggshard.json").exists()
+        if work.is_dir():
+            path.write_bytes(kept)
+    ok("convert", SMALL, out, "--tp", "2", "--resume")
+    assert within("verify", out).returncode == 0
 
 
 def test_files_that_are_longer_than_memory(folder):
