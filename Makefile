@@ -3,8 +3,9 @@
 # make build        the optimized program, target/release/ggshard
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
-# make test-vllm    tokens of a real vLLM from converted folders; downloads several GB, and needs GGSHARD_CORPUS for most of it
+# make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
 # make test-ray     deploy/ray/convert.py on a real Ray; downloads some 100 MB
+# make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
 # make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
@@ -19,10 +20,13 @@ TORCH  := .venv-transformers
 VLLM   := .venv-vllm
 RAY    := .venv-ray
 
+# The package as `make wheel` left it.
+WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET)/wheels/ggshard-*.whl
+
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package test-docs test-transformers test-vllm test-ray test-browser example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser example clean
 .NOTPARALLEL:
 
 help:
@@ -50,12 +54,14 @@ test-python: $(VENV)/.installed
 	GGSHARD_BIN=$(TARGET)/debug/ggshard $(VENV)/bin/python -B -m pytest tests/python --basetemp=$(TARGET)/pytest
 
 # The Python package, as a wheel that is installed: its own workspace, so that nothing above needs Python's headers or pyo3.
-test-package: $(VENV)/.installed
+test-package: $(VENV)/.installed wheel
 	$(CARGO) fmt --manifest-path python/Cargo.toml --check
 	CARGO_TARGET_DIR=$(TARGET)/python $(CARGO) clippy --locked --manifest-path python/Cargo.toml --all-targets -- -D warnings
-	CARGO_TARGET_DIR=$(TARGET)/python $(VENV)/bin/maturin build --quiet --locked --manifest-path python/Cargo.toml --interpreter $(VENV)/bin/python --out $(TARGET)/wheels
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET)/wheels/ggshard-*.whl
+	$(VENV)/bin/python -m pip install $(WHEEL)
 	$(VENV)/bin/python -B -m pytest python/tests --basetemp=$(TARGET)/pytest-package
+
+wheel: $(VENV)/.installed
+	CARGO_TARGET_DIR=$(TARGET)/python $(VENV)/bin/maturin build --quiet --locked --manifest-path python/Cargo.toml --interpreter $(VENV)/bin/python --out $(TARGET)/wheels
 
 test-docs:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
@@ -64,13 +70,17 @@ test-transformers: build $(TORCH)/.installed
 	GGSHARD_BIN=$(TARGET)/release/ggshard $(TORCH)/bin/python -B -m pytest tests/transformers -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-transformers
 
 # Engines take both their time and the machine's: one after the other, and politely.
-test-vllm: $(if $(GGSHARD),,build) $(VLLM)/.installed
-	mkdir -p $(TARGET)
+test-vllm: $(if $(GGSHARD),,build) $(VLLM)/.installed wheel
+	$(VLLM)/bin/python -m pip install $(WHEEL)
+	$(VLLM)/bin/python -B -m pytest python/tests/test_vllm.py python/tests/test_torch.py -p no:cacheprovider --basetemp=$(TARGET)/pytest-package
 	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(VLLM)/bin/python -B -m pytest tests/vllm -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-vllm
 
 test-ray: $(if $(GGSHARD),,build) $(RAY)/.installed
 	mkdir -p $(TARGET)
 	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(RAY)/bin/python -B -m pytest tests/ray -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-ray
+
+test-crash: build
+	$(PYTHON) -B tests/crash/harness.py --bin $(TARGET)/release/ggshard
 
 test-browser:
 	$(CARGO) build --locked

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ggshard::dtype::Dtype;
 use ggshard::output::manifest::{
@@ -11,7 +13,7 @@ use ggshard::output::manifest::{
 };
 use ggshard::output::safetensors::SafetensorsHeader;
 use ggshard::output::{Digest, Sums, TreeHash};
-use ggshard::verify::{Options, Report, What, verify};
+use ggshard::verify::{Against, Options, Report, Step, What, verify, verify_against};
 use ggshard::{Error, Result};
 use proptest::prelude::*;
 
@@ -200,6 +202,21 @@ fn found(what: What, file: &str, tensor: Option<&str>) -> (What, String, Option<
 }
 
 const PART: &str = "model-rank-1-part-0.safetensors";
+
+#[test]
+fn a_check_ends_when_it_is_asked_to() {
+    let folder = Folder::new();
+    let cancel = Arc::new(AtomicBool::new(false));
+    let options = Options { cancel: Some(cancel.clone()), ..ALL };
+    assert!(verify(folder.dir.path(), options.clone()).unwrap().ok());
+    let stop = |step| {
+        if matches!(step, Step::Bytes(_)) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let ended = verify_against(folder.dir.path(), options, Against::default(), &stop);
+    assert!(matches!(ended, Err(Error::Cancelled(_))), "{ended:?}");
+}
 
 #[test]
 fn intact_passes() {

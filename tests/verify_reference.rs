@@ -7,12 +7,14 @@ mod folders;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use folders::*;
 use ggshard::convert::Request;
 use ggshard::dequant::FloatType;
 use ggshard::dtype::Dtype;
-use ggshard::verify::{Against, Finding, Options, Reference, Report, What, verify, verify_against};
+use ggshard::verify::{Against, Finding, Options, Reference, Report, Step, What, verify, verify_against};
 use ggshard::{Error, Result};
 
 const ALL: Options = Options { rank: None, threads: 2, cancel: None };
@@ -373,4 +375,23 @@ fn the_corpus_agrees_with_its_originals() {
             assert!(report.reference.unwrap().tensors > 0);
         }
     }
+}
+
+#[test]
+fn a_comparison_with_a_reference_ends_when_it_is_asked_to() {
+    let reference = original(&truth(FloatType::BF16));
+    let (folder, cancel) = (converted(&deepseek(), 2), Arc::new(AtomicBool::new(false)));
+    let stop = |step| {
+        if matches!(step, Step::Begin { check: "reference", .. }) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let options = Options { cancel: Some(cancel.clone()), ..ALL };
+    let against = Against {
+        source: None,
+        reference: Some(Reference { folder: reference.path(), max_rms: 0.0 }),
+        ..Against::default()
+    };
+    let ended = verify_against(folder.path(), options, against, &stop);
+    assert!(matches!(ended, Err(Error::Cancelled(_))), "{ended:?}");
 }

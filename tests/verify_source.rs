@@ -7,12 +7,14 @@ mod folders;
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use folders::*;
 use ggshard::convert::Request;
 use ggshard::gguf::GgufSet;
 use ggshard::output::{Digest, Manifest};
-use ggshard::verify::{Against, Finding, Options, Report, What, verify, verify_against};
+use ggshard::verify::{Against, Finding, Options, Report, Step, What, verify, verify_against};
 use ggshard::{Error, Result};
 
 const ALL: Options = Options { rank: None, threads: 2, cancel: None };
@@ -368,4 +370,18 @@ fn the_command_says_so() {
     assert!(error.contains("glm_moe_dsa-UD-IQ2_XXS.gguf") || error.contains("a source of 1 parts"), "{error}");
     assert_eq!(run(&deepseek(), &["--max-rms", "0.1"]).0, Some(2));
     assert_eq!(run(&deepseek(), &["--rank", "x"]).0, Some(2));
+}
+
+#[test]
+fn a_comparison_with_the_source_ends_when_it_is_asked_to() {
+    let (folder, cancel) = (converted(&glm(), 2), Arc::new(AtomicBool::new(false)));
+    let stop = |step| {
+        if matches!(step, Step::Begin { check: "source", .. }) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let options = Options { cancel: Some(cancel.clone()), ..ALL };
+    let against = Against { source: Some(&glm()), reference: None, ..Against::default() };
+    let ended = verify_against(folder.path(), options, against, &stop);
+    assert!(matches!(ended, Err(Error::Cancelled(_))), "{ended:?}");
 }

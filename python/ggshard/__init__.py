@@ -22,7 +22,7 @@ from .errors import (
 )
 from ._ggshard import Tensor, WeightIterator, __version__
 from .checkpoint import RankCheckpoint, open_rank
-from .jobs import convert, inspect, plan, verify
+from .jobs import convert, inspect, plan, seal, verify
 from .weights import iter_rank, iter_weights
 
 __all__ = [
@@ -52,5 +52,6 @@ __all__ = [
     "iter_weights",
     "open_rank",
     "plan",
+    "seal",
     "verify",
 ]

@@ -22,8 +22,10 @@ def convert(
     config: Optional[_Path],
     allow_nonfinite: bool,
     io: str,
+    ending: Mapping[str, Any],
     progress: Optional[_Progress],
 ) -> dict[str, Any]: ...
+def seal(dir: _Path, ranks: Sequence[int]) -> dict[str, Any]: ...
 def verify(
     dir: _Path,
     source: Optional[_Path],

@@ -58,6 +58,10 @@ def convert(
     config: Optional[Path] = None,
     allow_nonfinite: bool = False,
     io: str = "auto",
+    resume: bool = False,
+    same_source: bool = False,
+    hash_source: bool = False,
+    seal: Optional[bool] = None,
     progress: Optional[Progress] = None,
 ) -> dict[str, Any]:
     """Writes the files of all ranks, or of ``ranks``, into the folder ``out``, which is created or must be empty.
@@ -76,13 +80,28 @@ def convert(
     :param allow_nonfinite: let NaN, infinite and overflowing values through; they are counted
     :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
         that becomes shorter ends the process
+    :param resume: go on with what an earlier call began in ``out``, if one did, and keep finished files if this one ends
+        early
+    :param same_source: the source may be a copy of the one that the earlier call had
+    :param hash_source: put the BLAKE3 of the source's files into the manifest
+    :param seal: whether ``out`` is a checkpoint at the end; by default, if all ranks are made. Otherwise :func:`seal` makes
+        it one when other processes have made the other ranks
     :param progress: told how far it is
 
     All or nothing: on any error, on Ctrl-C, and when ``progress`` raises before everything is done, nothing remains in
-    ``out``.
+    ``out``; with ``resume``, files that are finished remain, in a folder that no stack takes for a checkpoint.
     """
     choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
-    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, io, progress)
+    ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source}
+    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress)
+
+
+def seal(dir: Path, *, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """Makes a folder into which several calls of :func:`convert` have put ranks a checkpoint.
+
+    :param ranks: the ranks that must be there, and no others; by default all of the model
+    """
+    return _ggshard.seal(dir, list(ranks))
 
 
 def verify(
@@ -102,7 +121,7 @@ def verify(
     :param rank: check only what this rank loads
     :param max_rms: the largest relative RMS difference from the reference that passes
 
-    On Ctrl-C it raises at once; the threads that read and hash end with the check or the process.
+    Ctrl-C and whatever ``progress`` raises end it, and its threads, within a tile or a tensor of each.
     """
     return _ggshard.verify(dir, source, reference, rank, max_rms, threads, progress)
 

@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Optional
+from typing import Any, Iterator, NoReturn, Optional
 
 import torch
 import vllm
@@ -28,10 +28,14 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from .checkpoint import RankCheckpoint, open_rank
-from .errors import CheckpointError, LayoutError
+from .errors import CheckpointError, GgshardError, LayoutError
 from .weights import iter_weights
 
 MANIFEST = "ggshard.json"
+OTHER_MODEL = (
+    "config.json and GGUF are not of the same model, or this version of vLLM takes other names; convert the GGUF with "
+    "`ggshard convert --config` to have it checked"
+)
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -103,8 +107,12 @@ class GgshardLoader(BaseModelLoader):
 
     def _check_launch(self, folder: Path) -> None:
         """Compares what the folder was made for with what vLLM was started for."""
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        topology, profile = manifest["topology"], manifest["profile"]["name"]
+        try:
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            topology, profile = manifest["topology"], manifest["profile"]["name"]
+        except (ValueError, KeyError, TypeError):
+            open_rank(folder, 0)  # says what is wrong with the manifest
+            raise
         tp, pp = get_tensor_model_parallel_world_size(), get_pp_group().world_size
         version = ".".join(vllm.__version__.split(".")[:2])
         wrong = []
@@ -140,8 +148,21 @@ class GgshardLoader(BaseModelLoader):
             parameter.data.fill_(float("nan"))
         mtp = "only" if model_config.runner_type == "draft" else "drop"
         weights = iter_weights(gguf, dtype=_DTYPES[model_config.dtype], mapping=self.mapping, mtp=mtp)
+        given = None
+
+        def handed() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal given
+            for given, tensor in weights:
+                yield given, tensor.torch()
+
         try:
-            reported = model.load_weights((name, tensor.torch()) for name, tensor in weights)
+            reported = model.load_weights(handed())
+        except GgshardError:
+            raise
+        except Exception as error:
+            # Models refuse by bare assertions and missing keys, which do not say of what.
+            found = f"vLLM did not take the weight '{given}': {type(error).__name__} {error}".rstrip()
+            raise CheckpointError(f"{gguf}: {found}. {OTHER_MODEL}", gguf, given, found=found, remedy=OTHER_MODEL) from error
         finally:
             weights.close()
         unset = [name for name, p in floating if bool(p.data.isnan().any())]
@@ -149,12 +170,7 @@ class GgshardLoader(BaseModelLoader):
             known = {name for name, _ in floating}
             unset += [name for name, _ in model.named_parameters() if name not in known and name not in reported]
         if unset:
-            refuse(
-                Path(gguf),
-                [f"parameter '{name}' was not loaded, or not all of it" for name in unset],
-                "config.json and GGUF are not of the same model, or this version of vLLM takes other names; convert the GGUF with "
-                "`ggshard convert --config` to have it checked",
-            )
+            refuse(Path(gguf), [f"parameter '{name}' was not loaded, or not all of it" for name in unset], OTHER_MODEL)
 
 
 def places(model: torch.nn.Module) -> list[Place]:
@@ -213,8 +229,8 @@ def match(checkpoint: RankCheckpoint, model: torch.nn.Module) -> list[tuple[str,
         refuse(
             checkpoint.dir,
             wrong,
-            f"It was made for: {'; '.join(checkpoint.launch) or checkpoint.profile}. Start vLLM so, or convert again with the "
-            "profile, dtype and config.json of the model that vLLM is to serve",
+            f"It was made for {checkpoint.model_class} in {checkpoint.dtype} by profile '{checkpoint.profile}'. Convert again with "
+            "the profile, dtype and config.json of the model that vLLM is to serve",
         )
     return pairs
 

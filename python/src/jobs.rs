@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::errors::raise;
 use crate::json::to_dict;
-use crate::watch::{self, Interrupted};
+use crate::watch;
 
 /// The output type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
@@ -99,7 +99,7 @@ pub fn plan(py: Python<'_>, src: PathBuf, choices: Choices, header_only: bool) -
 
 /// Writes a checkpoint.
 #[pyfunction]
-#[pyo3(signature = (src, out, choices, ranks, threads, config, allow_nonfinite, io, progress))]
+#[pyo3(signature = (src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress))]
 #[expect(clippy::too_many_arguments, reason = "each is a keyword of the Python function")]
 pub fn convert(
     py: Python<'_>,
@@ -111,6 +111,7 @@ pub fn convert(
     config: Option<PathBuf>,
     allow_nonfinite: bool,
     io: String,
+    ending: Ending,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'_, PyAny>> {
     let request = choices.request()?;
@@ -119,19 +120,41 @@ pub fn convert(
         return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
     }
     let ranks = ranks.unwrap_or_default();
-    let report = watch::run(py, progress, Interrupted::Awaited, move |meter| {
+    let report = watch::run(py, progress, move |meter| {
         let planned = conversion::plan_set(GgufSet::open_with(&src, opening)?, &request)?;
         let extras = conversion::extras(&planned, config.as_deref())?;
         let wanted = planned.plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank));
         meter.total.store(wanted.map(|f| f.data_bytes).sum(), Ordering::Relaxed);
         let cancel = Some(meter.cancel.clone());
-        let options = engine::Options { ranks, threads, allow_nonfinite, cancel, ..engine::Options::default() };
+        let Ending { resume, same_source, seal, hash_source } = ending;
+        let options =
+            engine::Options { ranks, threads, allow_nonfinite, hash_source, cancel, ..engine::Options::default() };
+        // Who resumes wants to resume again.
+        let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal };
         let progress = |bytes| {
             meter.done.fetch_add(bytes, Ordering::Relaxed);
         };
-        conversion::convert(&planned, &out, options, &extras, &progress)
+        conversion::convert(&planned, output, options, &extras, &progress)
     })?;
     to_dict(py, &report)
+}
+
+/// How a conversion begins and ends.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Ending {
+    resume: bool,
+    same_source: bool,
+    seal: Option<bool>,
+    hash_source: bool,
+}
+
+/// Makes a folder of converted ranks a checkpoint.
+#[pyfunction]
+#[pyo3(signature = (dir, ranks))]
+pub fn seal(py: Python<'_>, dir: PathBuf, ranks: Vec<u32>) -> PyResult<Bound<'_, PyAny>> {
+    let sealed = py.detach(|| conversion::seal(&dir, &ranks)).map_err(raise)?;
+    to_dict(py, &sealed)
 }
 
 /// Checks a checkpoint.
@@ -151,10 +174,10 @@ pub fn verify(
     if !(max_rms.is_finite() && max_rms >= 0.0) {
         return Err(PyValueError::new_err(format!("max_rms is {max_rms}; expected a number from 0 up")));
     }
-    let report = watch::run(py, progress, Interrupted::Abandoned, move |meter| {
+    let report = watch::run(py, progress, move |meter| {
         let reference = reference.as_deref().map(|folder| Reference { folder, max_rms });
         let against = Against { source: source.as_deref(), reference, ..Against::default() };
-        let options = verification::Options { rank, threads, ..verification::Options::default() };
+        let options = verification::Options { rank, threads, cancel: Some(meter.cancel.clone()) };
         verification::verify_against(&dir, options, against, &|step| match step {
             Step::Begin { bytes, .. } => {
                 meter.total.fetch_add(bytes, Ordering::Relaxed);

@@ -17,7 +17,7 @@ mod _ggshard {
     #[pymodule_export]
     use crate::checkpoint::Rank;
     #[pymodule_export]
-    use crate::jobs::{convert, inspect, plan, verify};
+    use crate::jobs::{convert, inspect, plan, seal, verify};
     #[pymodule_export]
     use crate::tensor::Tensor;
     #[pymodule_export]

@@ -24,20 +24,11 @@ pub struct Meter {
     pub cancel: Arc<AtomicBool>,
 }
 
-/// What happens to work whose caller was interrupted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Interrupted {
-    /// It heeds [`Meter::cancel`], and its end is awaited: whatever it leaves behind is cleared away.
-    Awaited,
-    /// It leaves nothing behind, and goes on until it or the process ends.
-    Abandoned,
-}
-
-/// Runs `work` on a thread of its own. An exception of `progress` or of a signal's handler ends it.
+/// Runs `work` on a thread of its own. An exception of `progress` or of a signal's handler ends it: the work heeds
+/// [`Meter::cancel`], and its end is awaited, with whatever it clears away.
 pub fn run<T: Send + 'static>(
     py: Python<'_>,
     progress: Option<Py<PyAny>>,
-    interrupted: Interrupted,
     work: impl FnOnce(&Meter) -> ggshard::Result<T> + Send + 'static,
 ) -> PyResult<T> {
     let meter = Arc::new(Meter::default());
@@ -46,7 +37,7 @@ pub fn run<T: Send + 'static>(
         let meter = meter.clone();
         std::thread::Builder::new().spawn(move || {
             let result = work(&meter);
-            // Nobody listens any more where the work was abandoned.
+            // Nobody listens any more where an exception came first.
             let _ = done.send(());
             result
         })?
@@ -65,10 +56,8 @@ pub fn run<T: Send + 'static>(
         while let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(PERIOD) {
             if let Err(exception) = Python::attach(tell) {
                 meter.cancel.store(true, Ordering::Relaxed);
-                if interrupted == Interrupted::Awaited {
-                    // Its result no longer matters: the exception says why it ended.
-                    let _ = thread.join();
-                }
+                // Its result no longer matters: the exception says why it ended.
+                let _ = thread.join();
                 return Err(exception);
             }
         }

@@ -1,5 +1,6 @@
 """inspect, plan, convert and verify: what they give, what they refuse, and how they are stopped."""
 import errno
+import json
 import os
 import pickle
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 
+import blake3
 import ggshard
 import pytest
 from conftest import DEEPSEEK, FIXTURES, GLM
@@ -42,8 +44,33 @@ def test_the_same_bytes_whatever_the_threads_and_ranks_one_by_one(tmp_path):
 
     ggshard.convert(GLM, tmp_path / "all", tp=2, threads=3)
     for rank in range(2):
-        ggshard.convert(GLM, tmp_path / str(rank), tp=2, ranks=[rank], threads=1)
+        ggshard.convert(GLM, tmp_path / str(rank), tp=2, ranks=[rank], threads=1, seal=True)
     assert files(tmp_path / "all") == files(tmp_path / "0") | files(tmp_path / "1")
+
+
+def test_ranks_in_one_folder_are_sealed_and_work_goes_on(tmp_path):
+    def files(folder):
+        return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    ggshard.convert(GLM, tmp_path / "all", tp=2)
+    shared = tmp_path / "shared"
+    assert not ggshard.convert(GLM, shared, tp=2, ranks=[1])["sealed"]
+    with pytest.raises(ggshard.OutputError, match="model-rank-0") as error:
+        ggshard.seal(shared)
+    assert "--ranks 0" in error.value.remedy
+    # Another layout does not mix, and what there is stays.
+    with pytest.raises(ggshard.OutputError, match="dtype f32"):
+        ggshard.convert(GLM, shared, tp=2, ranks=[0], dtype="f32")
+    report = ggshard.convert(GLM, shared, tp=2, resume=True)
+    assert (report["files"], report["kept_files"], report["sealed"]) == (2, 1, True)
+    assert files(shared) == files(tmp_path / "all")
+    assert ggshard.seal(shared)["already"]
+
+
+def test_digests_of_the_source_are_in_the_manifest(tmp_path):
+    ggshard.convert(GLM, tmp_path / "out", tp=2, hash_source=True)
+    manifest = json.loads((tmp_path / "out" / "ggshard.json").read_text())
+    assert [part["blake3"] for part in manifest["source"]["parts"]] == [blake3.blake3(GLM.read_bytes()).hexdigest()]
 
 
 def test_verify_finds_nothing_then_a_flipped_byte(tmp_path):
@@ -171,6 +198,42 @@ def test_ctrl_c_ends_the_conversion_and_leaves_nothing(large, tmp_path):
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and rest.endswith("interrupted\n"), rest
     assert list(tmp_path.iterdir()) == []
+
+
+CHECKED = """
+import ggshard, sys
+begun = False
+def tell(*_):
+    global begun
+    if not begun:
+        print("working", flush=True)
+    begun = True
+try:
+    ggshard.verify(sys.argv[1], source=sys.argv[2], threads=1, progress=tell)
+except KeyboardInterrupt:
+    with open("/proc/self/status") as status:
+        print(next(line.split()[1] for line in status if line.startswith("Threads:")))
+"""
+
+
+def test_ctrl_c_ends_a_check_and_its_threads(large, tmp_path):
+    ggshard.convert(large, tmp_path / "out", tp=1, mapping="raw")
+    process = subprocess.Popen([sys.executable, "-c", CHECKED, tmp_path / "out", large], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and rest == "1\n", rest
+
+
+def test_what_progress_raises_ends_a_check(large, tmp_path):
+    ggshard.convert(large, tmp_path / "out", tp=1, mapping="raw")
+
+    def stop(done, total):
+        assert done < total
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        ggshard.verify(tmp_path / "out", source=large, threads=1, progress=stop)
 
 
 def test_the_interpreter_is_free_meanwhile(large, tmp_path):

@@ -67,7 +67,7 @@ fn inspect(args: &Inspect) -> Result<ExitCode> {
         let bar = progress::bytes(check::bytes(&set), "checking");
         let result = check::check(&set, &options, &|bytes| bar.inc(bytes));
         bar.finish_and_clear();
-        if let Some(status) = signals.end(&result, "Nothing was found out yet.") {
+        if let Some(status) = signals.end(&result, "There is no verdict.") {
             return Ok(status);
         }
         report = Some(result?);
@@ -229,7 +229,7 @@ fn verify(args: &Verify) -> Result<ExitCode> {
         verify::Step::Bytes(bytes) => bar.inc(bytes),
     });
     bar.finish_and_clear();
-    if let Some(status) = signals.end(&result, "Nothing was found out yet.") {
+    if let Some(status) = signals.end(&result, "There is no verdict.") {
         return Ok(status);
     }
     let report = result?;

@@ -1,5 +1,6 @@
 //! SIGINT and SIGTERM: the work ends in good order. A second one ends the program at once.
 
+use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -47,7 +48,7 @@ impl Signals {
         };
         match result {
             Err(Error::Cancelled(_)) => {
-                eprintln!("stopped by {name} before it was done. {remedy}");
+                let _ = writeln!(std::io::stderr(), "stopped by {name} before it was done. {remedy}");
                 Some(ExitCode::from(status(signal) as u8))
             }
             Ok(_) | Err(_) => None,

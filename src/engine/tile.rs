@@ -275,11 +275,7 @@ impl Context<'_> {
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
         let scale = op.scale.map(|(source, element)| self.scale(source, element, scratch)).transpose()?;
-        if let Some(observer) = self.observer {
-            let place = tensor.offset + range.start..tensor.offset + range.end;
-            observer.before(tensor.part, place, &mut scratch.source)?;
-        }
-        let bytes = self.set.read(source as usize, range.clone(), &mut scratch.source)?;
+        let bytes = self.fetch(source, range, &mut scratch.source)?;
         let skipped = (elements.start - blocks.start * block) as usize;
         let Some(float) = float_type(dtype) else {
             // Handed on as it is: blocks of one element.
@@ -304,6 +300,15 @@ impl Context<'_> {
         Ok(convert(values, float, self.simd, &mut scratch.decoded[at]))
     }
 
+    /// A byte range of a source, which the observer sees first.
+    fn fetch<'b>(&'b self, source: u32, range: Range<u64>, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]> {
+        if let Some(observer) = self.observer {
+            let tensor = &self.set.tensors()[source as usize];
+            observer.before(tensor.part, tensor.offset + range.start..tensor.offset + range.end, buffer)?;
+        }
+        self.set.read(source as usize, range, buffer)
+    }
+
     /// An element of a source of scales. Rows of a tensor share one, so the last is kept.
     fn scale(&self, source: u32, element: u64, scratch: &mut Scratch) -> Result<f32> {
         if let Some((s, e, value)) = scratch.scale
@@ -311,7 +316,7 @@ impl Context<'_> {
         {
             return Ok(value);
         }
-        let bytes = self.set.read(source as usize, element * 4..element * 4 + 4, &mut scratch.source)?;
+        let bytes = self.fetch(source, element * 4..element * 4 + 4, &mut scratch.source)?;
         let value = bytes.try_into().map(f32::from_le_bytes).map_err(|_| {
             Fault::new(format!("{} bytes for a scale", bytes.len()))
                 .tensor(&self.set.tensors()[source as usize].name)

@@ -3,8 +3,9 @@
 use std::fs::File;
 
 /// File systems whose files can become shorter or unreachable by what happens on another machine or in another process,
-/// by the `f_type` of `statfs(2)`. Names and numbers are those of `linux/magic.h`, and from "GFS2" on, which it lacks,
-/// those of GNU coreutils' `stat`. An overlay, as containers have, counts as local, as almost all are.
+/// by the `f_type` of `statfs(2)`. Up to "OCFS2" the numbers are those of `linux/magic.h`; those after it are in the file
+/// systems' own headers and in the table of GNU coreutils' `stat`. An overlay, as containers have, counts as local, as
+/// almost all are.
 #[cfg(target_os = "linux")]
 const REMOTE: &[(u32, &str)] = &[
     (0x6969, "NFS"),
@@ -21,6 +22,7 @@ const REMOTE: &[(u32, &str)] = &[
     (0x7461_636F, "OCFS2"),
     (0x786F_4256, "vboxsf"),
     (0x0116_1970, "GFS2"),
+    (0x2003_0528, "OrangeFS"),
     (0x0BD0_0BD0, "Lustre"),
     (0x4750_4653, "GPFS"),
     (0x1983_0326, "BeeGFS"),

@@ -17,6 +17,11 @@ pub enum Advice {
     /// Done with: the pages no longer count as this process's memory. They stay in the page cache until the system
     /// wants them back, and reading them again gives the same bytes.
     DontNeed,
+    /// To be kept in large pages, as far as it is not in the page cache yet: the file is read in pieces of 2 MiB, and
+    /// mapping one of them costs as much as mapping a small page.
+    LargePages,
+    /// Read what is not in memory, and map all of it before returning.
+    Populate,
 }
 
 /// The bytes of one file: mapped, or owned where there is nothing to map.
@@ -90,6 +95,12 @@ fn advise(map: &memmap2::Mmap, start: usize, length: usize, advice: Advice) -> s
     match advice {
         Advice::Sequential => map.advise_range(memmap2::Advice::Sequential, start, length),
         Advice::WillNeed => map.advise_range(memmap2::Advice::WillNeed, start, length),
+        #[cfg(target_os = "linux")]
+        Advice::LargePages => map.advise_range(memmap2::Advice::HugePage, start, length),
+        #[cfg(target_os = "linux")]
+        Advice::Populate => map.advise_range(memmap2::Advice::PopulateRead, start, length),
+        #[cfg(not(target_os = "linux"))]
+        Advice::LargePages | Advice::Populate => Err(std::io::ErrorKind::Unsupported.into()),
         Advice::DontNeed => {
             // SAFETY: the range lies inside the map (cut to it by the caller). MADV_DONTNEED discards modified private
             // pages, and this map has none: it is read-only and backed by the file, so a later access faults the same
@@ -100,8 +111,11 @@ fn advise(map: &memmap2::Mmap, start: usize, length: usize, advice: Advice) -> s
 }
 
 #[cfg(not(unix))]
-fn advise(_: &memmap2::Mmap, _: usize, _: usize, _: Advice) -> std::io::Result<()> {
-    Ok(())
+fn advise(_: &memmap2::Mmap, _: usize, _: usize, advice: Advice) -> std::io::Result<()> {
+    match advice {
+        Advice::Sequential | Advice::WillNeed | Advice::DontNeed => Ok(()),
+        Advice::LargePages | Advice::Populate => Err(std::io::ErrorKind::Unsupported.into()),
+    }
 }
 
 impl Deref for Map {

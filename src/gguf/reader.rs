@@ -218,6 +218,8 @@ fn advise(file: &File, range: Range<u64>, advice: Advice) -> std::io::Result<()>
         Advice::WillNeed => rustix::fs::Advice::WillNeed,
         // Nothing of the file is this process's memory, and the page cache is not this process's to drop.
         Advice::DontNeed => return Ok(()),
+        // These concern maps.
+        Advice::LargePages | Advice::Populate => return Ok(()),
     };
     // A length of 0 would mean "to the end".
     let Some(length) = std::num::NonZeroU64::new(range.end.saturating_sub(range.start)) else { return Ok(()) };

@@ -43,7 +43,7 @@ impl Part {
         self.reader.bytes()
     }
 
-    /// Whether the file is mapped, rather than read into buffers.
+    /// Whether the file is mapped (or was in memory from the start), rather than read into buffers.
     pub fn is_mapped(&self) -> bool {
         self.reader.whole().is_some()
     }

@@ -4,6 +4,7 @@
 //! X.safetensors.partial ─► .done (after fsync) ─► all there: X.safetensors ─► others (config, index) ─► B3SUMS ─► manifest
 //! ```
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -80,7 +81,9 @@ pub struct OutputFolder {
     path: PathBuf,
     work: Work,
     created: Vec<PathBuf>,
-    /// Folders created below the output folder.
+    /// Sub-folders that files of the conversion lie in.
+    folders: BTreeSet<String>,
+    /// Those of them that this process created.
     below: Mutex<Vec<PathBuf>>,
     written: Mutex<Vec<PathBuf>>,
     /// Whether finished files stay if it is dropped before its commit.
@@ -132,7 +135,7 @@ impl OutputFolder {
             work.leave(false);
             return Self::sealed(path, claim);
         }
-        let folder = Self::new(path, work, created, keep);
+        let folder = Self::new(path, work, record, created, keep);
         if !resume {
             folder.refuse_remains(record, ranks)?;
         }
@@ -141,13 +144,15 @@ impl OutputFolder {
 
     /// Takes the folder at `path`, where a conversion has begun, to seal it.
     pub fn claim_begun(path: &Path, ranks: &[u32], record: &Record) -> Result<Self> {
-        Ok(Self::new(path, Work::enter_begun(path, ranks, record)?, Vec::new(), true))
+        Ok(Self::new(path, Work::enter_begun(path, ranks, record)?, record, Vec::new(), true))
     }
 
-    fn new(path: &Path, work: Work, created: Vec<PathBuf>, keep: bool) -> Self {
+    fn new(path: &Path, work: Work, record: &Record, created: Vec<PathBuf>, keep: bool) -> Self {
+        let names = record.files.iter().map(|file| &file.name).chain(record.others.iter().map(|file| &file.name));
+        let folders = names.map(|name| filename::folder(name).to_owned()).filter(|folder| !folder.is_empty()).collect();
         let (below, written) = (Mutex::default(), Mutex::default());
-        let keep = AtomicBool::new(keep);
-        OutputFolder { path: path.to_path_buf(), work, created, below, written, keep, committed: false }
+        let (path, keep) = (path.to_path_buf(), AtomicBool::new(keep));
+        OutputFolder { path, work, created, folders, below, written, keep, committed: false }
     }
 
     /// Whether finished files stay when this is dropped.
@@ -334,10 +339,12 @@ impl OutputFolder {
         self.rename(&partial, &self.path.join(name))
     }
 
+    /// Brings the names in the folder and in its sub-folders to the disk.
     fn sync(&self) -> Result<()> {
-        for path in lock(&self.below).iter().chain([&self.path]) {
-            let folder = File::open(path).map_err(|e| Error::io("open", path, e))?;
-            folder.sync_all().map_err(|e| Error::io("write to disk", path, e))?;
+        let below = self.folders.iter().map(|name| self.path.join(name)).filter(|path| path.is_dir());
+        for path in below.chain([self.path.clone()]) {
+            let folder = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+            folder.sync_all().map_err(|e| Error::io("write to disk", &path, e))?;
         }
         Ok(())
     }
@@ -352,7 +359,10 @@ impl Drop for OutputFolder {
         let written = std::mem::take(&mut *lock(&self.written));
         let keep = self.keep.load(Ordering::Relaxed);
         for path in written.iter().rev().filter(|path| !keep || !is_finished_weights(path)) {
-            if let Err(error) = remove(path) {
+            // Most have been renamed. On a file system that fails, asking is all that can be done about those.
+            if path.exists()
+                && let Err(error) = remove(path)
+            {
                 tracing::warn!(%error, "an unfinished file stays");
             }
         }

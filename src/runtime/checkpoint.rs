@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::tensor::{SharedTensor, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
-use crate::gguf::Map;
+use crate::gguf::{Advice, Map};
 use crate::mapping::Set;
 use crate::output::Digest;
 use crate::output::filename;
@@ -109,6 +109,10 @@ impl RankCheckpoint {
             if map.len() as u64 != file.bytes {
                 let fault = Fault::new(format!("{} bytes", map.len())).file(path);
                 return Err(fault.expected(format!("{} bytes, as a moment ago", file.bytes)).checkpoint());
+            }
+            // Advice only: it changes nothing but speed.
+            if let Err(error) = map.advise(0..map.len(), Advice::LargePages) {
+                tracing::debug!(%error, "no large pages");
             }
             maps.push(Arc::new(map));
             for tensor in &file.tensors {

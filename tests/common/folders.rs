@@ -29,7 +29,9 @@ pub fn deepseek() -> PathBuf {
 pub fn convert_ranks(source: &Path, folder: &Path, request: &Request, ranks: &[u32]) {
     let planned = convert::plan(source, request, false).unwrap();
     let options = engine::Options { ranks: ranks.to_vec(), threads: 2, ..engine::Options::default() };
-    convert::convert(&planned, folder, options, &convert::Extras::default(), &|_| {}).unwrap();
+    // A checkpoint of these ranks alone.
+    let output = convert::Output { seal: Some(true), ..convert::Output::from(folder) };
+    convert::convert(&planned, output, options, &convert::Extras::default(), &|_| {}).unwrap();
 }
 
 /// Converts a source for `tp` ranks, otherwise by default.

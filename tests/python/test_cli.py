@@ -188,7 +188,7 @@ def test_the_source_is_only_read(tmp_path):
 
 
 def test_some_ranks_only(tmp_path, converted):
-    ok("convert", GLM, tmp_path / "some", "--tp", 4, "--ranks", "0,2-3", "--part-size", "1M")
+    ok("convert", GLM, tmp_path / "some", "--tp", 4, "--ranks", "0,2-3", "--seal", "--part-size", "1M")
     every, some = files_of(converted(GLM, "--tp", 4, "--part-size", "1M")), files_of(tmp_path / "some")
     weights = {n for n in some if n.endswith(".safetensors")}
     assert weights == {n for n in every if n.endswith(".safetensors") and not n.startswith("model-rank-1-")}

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""Greedy tokens of a real vLLM on the CPU: one engine, one model.
+"""Greedy tokens of real vLLM engines on the CPU: one after the other, in one process.
 
-    generate.py FOLDER OUT --tp N --format auto|sharded_state --prompts JSON [--tokens 16] [--tokenizer]
+    generate.py JOBS OUT     JOBS: {"tp", "prompts", "tokens", "engines": [{"model", "load_format", "extra", "tokenizer"}, ...]}
 
-OUT becomes a JSON document: tokens (a list per prompt), again (the same asked once more), texts (with --tokenizer), versions
-and seconds. Prompts are lists of token ids and are sent one at a time: in a batch, other sums are rounded, and a model of
-random weights has many near-ties. The tokenizer is not loaded unless asked for.
+OUT becomes a JSON list with one document per engine: tokens (a list per prompt), again (the same asked once more), texts (with
+"tokenizer") and seconds; or, where it did not start, refused: the message of the error. The versions are in each. Prompts are
+lists of token ids and are sent one at a time: in a batch, other sums are rounded, and a model of random weights has many
+near-ties. The tokenizer is not loaded unless asked for.
 
-At tp 1 engine and worker run in this process, which spares two more imports of vLLM, 20 s of CPU time; at larger sizes each has
-a process of its own, as when it serves.
+At tp 1 engine and worker run in this process: vLLM's imports, which take 10 s and more, are paid for once. At larger sizes each
+has processes of its own, as when it serves, and what a worker says is only in the log. Memory of an engine that has ended may
+come back, values and all, in the next: a parameter that nobody loads is best looked for in the first.
 """
-import argparse
+import gc
 import json
 import os
+import sys
 import time
 
 SETTINGS = {
@@ -25,41 +28,48 @@ SETTINGS = {
 }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder")
-    parser.add_argument("out")
-    parser.add_argument("--tp", type=int, required=True)
-    parser.add_argument("--format", required=True, choices=["auto", "sharded_state"])
-    parser.add_argument("--prompts", type=json.loads, required=True)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--tokenizer", action="store_true")
-    args = parser.parse_args()
-    os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING="0" if args.tp == 1 else "1")
-    clock = [time.monotonic()]
-
-    import torch
-    import vllm
-    clock.append(time.monotonic())
-    engine = vllm.LLM(
-        model=args.folder, tensor_parallel_size=args.tp, load_format=args.format, skip_tokenizer_init=not args.tokenizer,
-        enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=512,
-        enable_prefix_caching=False, disable_log_stats=True,
+def answers(vllm, job, engine):
+    began = time.monotonic()
+    llm = vllm.LLM(
+        model=engine["model"], tensor_parallel_size=job["tp"], load_format=engine["load_format"],
+        model_loader_extra_config=engine["extra"], skip_tokenizer_init=not engine["tokenizer"], enforce_eager=True, dtype="bfloat16",
+        max_model_len=128, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False, disable_log_stats=True,
     )
-    clock.append(time.monotonic())
-    greedy = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=args.tokenizer)
+    started = time.monotonic()
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=engine["tokenizer"])
 
     def ask():
-        answers = [engine.generate({"prompt_token_ids": ids}, greedy, use_tqdm=False)[0].outputs[0] for ids in args.prompts]
-        return [list(a.token_ids) for a in answers], [a.text for a in answers]
+        found = [llm.generate({"prompt_token_ids": ids}, greedy, use_tqdm=False)[0].outputs[0] for ids in job["prompts"]]
+        return [list(a.token_ids) for a in found], [a.text for a in found]
 
     tokens, texts = ask()
     again, _ = ask()
-    clock.append(time.monotonic())
-    seconds = {name: round(b - a, 1) for name, a, b in zip(("import", "start", "generate"), clock, clock[1:])}
-    found = {"tokens": tokens, "again": again, "texts": texts, "seconds": seconds,
-             "versions": {"vllm": vllm.__version__, "torch": torch.__version__}}
-    with open(args.out, "w") as f:
+    seconds = {"start": round(started - began, 1), "generate": round(time.monotonic() - started, 1)}
+    llm.llm_engine.engine_core.shutdown()
+    return {"tokens": tokens, "again": again, "texts": texts, "seconds": seconds}
+
+
+def main():
+    jobs, out = sys.argv[1:]
+    with open(jobs) as f:
+        job = json.load(f)
+    os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING="0" if job["tp"] == 1 else "1")
+
+    import torch
+    import vllm
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+    found = []
+    for engine in job["engines"]:
+        try:
+            found.append(answers(vllm, job, engine))
+        except Exception as error:
+            found.append({"refused": f"{type(error).__name__}: {error}"})
+        found[-1]["versions"] = versions
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    with open(out, "w") as f:
         json.dump(found, f)
 
 
