@@ -207,14 +207,16 @@ impl Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A name is on one line; what was found may be a list.
+        let name = |text: &str| Printable(text).to_string().replace('\n', "\\n");
         if let Some(file) = &self.file {
-            write!(f, "{}: ", Printable(&file.to_string_lossy()))?;
+            write!(f, "{}: ", name(&file.to_string_lossy()))?;
         }
         if let Some(tensor) = &self.tensor {
-            write!(f, "tensor '{}': ", Printable(tensor))?;
+            write!(f, "tensor '{}': ", name(tensor))?;
         }
         if let Some(key) = &self.key {
-            write!(f, "key '{}': ", Printable(key))?;
+            write!(f, "key '{}': ", name(key))?;
         }
         write!(f, "{}", Printable(&self.found))?;
         if let Some(offset) = self.offset {
@@ -231,7 +233,7 @@ impl fmt::Display for Fault {
 }
 
 /// Text from a file that nobody vouches for: control characters are escaped and long text is cut, so that an error
-/// stays one line and cannot drive a terminal.
+/// stays short and cannot drive a terminal.
 struct Printable<'a>(&'a str);
 
 impl fmt::Display for Printable<'_> {
@@ -248,5 +250,20 @@ impl fmt::Display for Printable<'_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stay_on_one_line_and_drive_no_terminal() {
+        let name = "a\nerror: all is well\u{1b}[2J";
+        let error = Fault::new("odd\nlist").file(name).tensor(name).key(name).offset(7).container().to_string();
+        assert_eq!(error.matches('\n').count(), 1, "{error}");
+        assert_eq!(error.matches("a\\nerror: all is well\\u{1b}[2J").count(), 3, "{error}");
+        assert!(error.ends_with("odd\nlist at byte 7"), "{error}");
+        assert!(Fault::new("x".repeat(1 << 20)).container().to_string().len() < 3000);
     }
 }

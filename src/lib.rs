@@ -11,6 +11,7 @@ pub mod gguf;
 pub mod mapping;
 pub mod output;
 pub mod plan;
+mod regular;
 pub mod runtime;
 mod threads;
 pub mod verify;

@@ -2,11 +2,14 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+/// Most threads that are started, whatever is asked for; each has buffers of its own.
+const MOST_THREADS: usize = 1024;
+
 /// Runs `work` on `threads` threads, this one among them; 0 for one per CPU.
 pub(crate) fn on_threads(threads: usize, work: impl Fn() + Sync) {
     let threads = match threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
+        threads => threads.min(MOST_THREADS),
     };
     std::thread::scope(|scope| {
         for _ in 1..threads {

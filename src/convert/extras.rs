@@ -1,11 +1,13 @@
 //! Files that go beside the weights.
 
+use std::io::Read;
 use std::path::Path;
 
 use super::Planned;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::{Set, config};
 use crate::plan::DRAFT_FOLDER;
+use crate::regular;
 
 /// Files that go beside the weights.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -31,6 +33,8 @@ const TOKENIZER_FILES: &[&str] = &[
 ];
 /// Longest file that is put beside the weights.
 const LONGEST_EXTRA: u64 = 1 << 28;
+/// Longest config.json, of which every value is kept in memory.
+const LONGEST_CONFIG: u64 = 1 << 24;
 
 /// The files that go beside the weights: config.json, given (a file, or a folder from which tokenizer files are taken as
 /// well) and checked against the source, or derived from the source. A draft model gets the same config.json.
@@ -46,7 +50,7 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
             let (bytes, fields) = read_config(&file)?;
             if folder {
                 for name in TOKENIZER_FILES.iter().filter(|name| path.join(name).is_file()) {
-                    extras.files.push(((*name).to_owned(), read_small(&path.join(name))?));
+                    extras.files.push(((*name).to_owned(), read_small(&path.join(name), LONGEST_EXTRA)?));
                 }
             }
             let given = config::Given { path: &file, bytes, fields };
@@ -64,22 +68,21 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
     Ok(extras)
 }
 
-fn read_small(path: &Path) -> Result<Vec<u8>> {
-    let found = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
-    let wrong = |what: String| Fault::new(what).file(path).expected(format!("a file of at most {LONGEST_EXTRA} bytes"));
-    if !found.is_file() {
-        return Err(wrong("it is no regular file".into()).output());
+fn read_small(path: &Path, longest: u64) -> Result<Vec<u8>> {
+    let (file, length) = regular::open(path).map_err(|e| Error::io("open", path, e))?;
+    if length > longest {
+        let fault = Fault::new(format!("{length} bytes")).file(path);
+        return Err(fault.expected(format!("a file of at most {longest} bytes")).output());
     }
-    if found.len() > LONGEST_EXTRA {
-        return Err(wrong(format!("{} bytes", found.len())).output());
-    }
-    std::fs::read(path).map_err(|e| Error::io("read", path, e))
+    let mut bytes = Vec::new();
+    file.take(longest).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    Ok(bytes)
 }
 
 /// A config.json's text, and what it says.
 fn read_config(path: &Path) -> Result<(Vec<u8>, serde_json::Map<String, serde_json::Value>)> {
     let wrong = |found: String| Fault::new(found).file(path).expected("a config.json").output();
-    let bytes = read_small(path)?;
+    let bytes = read_small(path, LONGEST_CONFIG)?;
     match serde_json::from_slice(&bytes) {
         Ok(serde_json::Value::Object(fields)) => Ok((bytes, fields)),
         Ok(_) => Err(wrong("it is JSON, but no object".into())),

@@ -263,7 +263,7 @@ pub fn seal(path: &Path, ranks: &[u32]) -> Result<Sealed> {
         ranks: manifest.topology.ranks.clone(),
         tp: manifest.topology.tp,
         files: manifest.files.len(),
-        output_bytes: manifest.files.iter().map(|file| file.bytes).sum(),
+        output_bytes: manifest.files.iter().map(|file| file.bytes).fold(0, u64::saturating_add),
         already,
         manifest_blake3: digest.to_string(),
     };

@@ -24,6 +24,7 @@
 
 mod forms;
 
+use std::cell::Cell;
 use std::path::Path;
 
 use serde_json::{Map, Number, Value as Json};
@@ -40,6 +41,8 @@ use crate::gguf::{GgufSet, Value as Field};
 
 /// Most blocks that a list of one value per block may have.
 const MOST_BLOCKS: u64 = 1 << 16;
+/// Most bytes that the values of a derived config.json may take, about. Lists per block may hold lists per block.
+const MOST_BYTES: usize = 16 << 20;
 /// The number of MTP blocks, which follows from what is written.
 const NEXTN: &str = "num_nextn_predict_layers";
 
@@ -69,7 +72,7 @@ pub fn derive(mapping: &Mapping, set: &GgufSet, model: &Model, dtype: FloatType)
         return Ok(None);
     }
     let facts = Facts::new(set, rules)?;
-    let derivation = Derivation { facts: &facts, mtp: written_mtp_blocks(model), dtype };
+    let derivation = Derivation { facts: &facts, mtp: written_mtp_blocks(model), dtype, made: Cell::new(0) };
     let fault = |name: &str, why: String| {
         let fault = facts.fault(why).key(name).remedy("Give the model's own config.json with --config");
         fault.contradiction()
@@ -107,7 +110,7 @@ pub fn check(
     }
     let facts = Facts::new(set, rules)?;
     let written = written_mtp_blocks(model);
-    let derivation = Derivation { facts: &facts, mtp: written, dtype };
+    let derivation = Derivation { facts: &facts, mtp: written, dtype, made: Cell::new(0) };
     let differs = |name: &str, own: &Json, theirs: &Json| {
         Fault::new(format!("it says {theirs}"))
             .file(given.path)
@@ -209,6 +212,8 @@ struct Derivation<'a, 'b> {
     facts: &'b Facts<'a>,
     mtp: u64,
     dtype: FloatType,
+    /// Bytes of all values so far, about.
+    made: Cell<usize>,
 }
 
 impl<'a> Derivation<'a, '_> {
@@ -292,6 +297,7 @@ impl<'a> Derivation<'a, '_> {
     ) -> Result<Json, String> {
         let value =
             field_json(field).ok_or_else(|| format!("metadata key '{full}' is {}, no usable value", shown(field)))?;
+        self.count(&value)?;
         if times.is_none() && over.is_none() {
             return Ok(value);
         }
@@ -311,13 +317,26 @@ impl<'a> Derivation<'a, '_> {
             .ok_or_else(|| format!("metadata key '{full}' is {number}, which gives no finite number"))
     }
 
+    /// Counts what the config.json will hold.
+    fn count(&self, value: &Json) -> Result<(), String> {
+        self.made.set(self.made.get() + bytes_of(value));
+        match self.made.get() {
+            0..=MOST_BYTES => Ok(()),
+            _ => Err(format!("values of more than {MOST_BYTES} bytes")),
+        }
+    }
+
     fn per_block(&self, blocks: &ExprText, each: &Form, join: bool) -> Result<Json, String> {
         let count = Bound { facts: self.facts, vars: &[("mtp_written", self.mtp)] }.size(blocks)?;
         if count > MOST_BLOCKS {
             return Err(format!("{count} blocks; at most {MOST_BLOCKS} are listed"));
         }
         let value = |layer| self.form(each, Some(layer)).map(|derived| derived.map_or(Json::Null, |d| d.value));
-        let values = (0..count).map(value).collect::<Result<Vec<Json>, String>>()?;
+        let counted = |value: Json| {
+            self.count(&value)?;
+            Ok(value)
+        };
+        let values = (0..count).map(|layer| value(layer).and_then(counted)).collect::<Result<Vec<Json>, String>>()?;
         if !join {
             return Ok(Json::Array(values));
         }
@@ -342,6 +361,17 @@ impl<'a> Derivation<'a, '_> {
     fn truth(&self, expr: &ExprText) -> Result<bool, String> {
         self.bound_truth(expr, None)
     }
+}
+
+/// About how many bytes a value takes.
+fn bytes_of(value: &Json) -> usize {
+    size_of::<Json>()
+        + match value {
+            Json::Null | Json::Bool(_) | Json::Number(_) => 0,
+            Json::String(text) => text.len(),
+            Json::Array(values) => values.iter().map(bytes_of).sum(),
+            Json::Object(fields) => fields.iter().map(|(name, value)| name.len() + bytes_of(value)).sum(),
+        }
 }
 
 /// A value or its type, for messages.

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap};
+use std::rc::Rc;
 
 use super::expr::{Expr, Scope, Value};
 use super::pattern;
@@ -11,6 +12,15 @@ use crate::gguf::{GgufSet, Value as Field};
 
 /// Longest chain of dimensions that are computed from each other.
 const DEEPEST: usize = 16;
+/// Most steps that all expressions of a mapping may take for one file; those of GLM-5 take some hundred thousand.
+const MOST_STEPS: u64 = 1 << 26;
+/// Steps that looking up a name counts for; comparing a pattern with a tensor's name counts for one.
+const NAME: u64 = 8;
+/// About how many bytes of explanations go into one message. They name dimensions that are made of dimensions, so without
+/// a bound they would double with each.
+const LONGEST_REASONS: usize = 2000;
+/// And how many characters of each.
+const LONGEST_REASON: usize = 500;
 
 /// A file seen through a mapping's dimensions, which are computed when first asked for.
 pub struct Facts<'a> {
@@ -20,6 +30,8 @@ pub struct Facts<'a> {
     dims: RefCell<HashMap<&'a str, Entry>>,
     /// How many dimensions are being computed, each for the one before.
     depth: Cell<usize>,
+    /// Steps that expressions have taken.
+    steps: Cell<u64>,
 }
 
 #[derive(Clone)]
@@ -41,28 +53,28 @@ enum Absent {
 #[derive(Debug, Clone)]
 struct Dim {
     value: DimValue,
-    origin: String,
+    origin: Rc<str>,
 }
 
 /// A dimension that differs from block to block.
 pub struct PerBlock {
     /// Its values, block 0 first.
-    pub values: Vec<Value>,
+    pub values: Rc<[Value]>,
     /// Where they are from.
-    pub origin: String,
+    pub origin: Rc<str>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 enum DimValue {
     One(Value),
-    PerBlock(Vec<Value>),
+    PerBlock(Rc<[Value]>),
 }
 
 impl<'a> Facts<'a> {
     /// Binds rules to a file. Only rules that name tensors need to know the architecture.
     pub fn new(set: &'a GgufSet, rules: &'a Rules) -> Result<Self> {
         let architecture = if rules.every_tensor { "" } else { set.architecture()? };
-        Ok(Facts { set, rules, architecture, dims: RefCell::default(), depth: Cell::new(0) })
+        Ok(Facts { set, rules, architecture, dims: RefCell::default(), depth: Cell::new(0), steps: Cell::new(0) })
     }
 
     /// The file.
@@ -93,6 +105,15 @@ impl<'a> Facts<'a> {
             }
             Err(Absent::NotInFile(_)) => Ok(None),
             Err(Absent::Broken(why)) => Err(self.fault(why).contradiction()),
+        }
+    }
+
+    /// Counts the steps of all expressions together, and refuses rules that take too many.
+    pub fn count_steps(&self, steps: u64) -> Result<(), String> {
+        self.steps.set(self.steps.get().saturating_add(steps));
+        match self.steps.get() {
+            0..=MOST_STEPS => Ok(()),
+            _ => Err(format!("the expressions of mapping '{}' take more than {MOST_STEPS} steps", self.rules.name)),
         }
     }
 
@@ -131,20 +152,18 @@ impl<'a> Facts<'a> {
                 Err(Absent::Broken(why)) => return Err(Absent::Broken(format!("dimension '{name}': {why}"))),
                 Ok(mut dim) => {
                     if let (DimSource::Constant(_), Some(key)) = (source, asked.first()) {
-                        dim.origin = format!("the mapping, for lack of {key}");
+                        dim.origin = format!("the mapping, for lack of {key}").into();
                     }
                     return Ok(dim);
                 }
             }
         }
-        Err(Absent::NotInFile(format!("dimension '{name}' needs {}", asked.join(" or "))))
+        Err(Absent::NotInFile(format!("dimension '{name}' needs {}", joined(asked.iter().map(String::as_str), " or "))))
     }
 
     fn source(&self, source: &DimSource) -> Result<Dim, Absent> {
         match source {
-            DimSource::Constant(n) => {
-                Ok(Dim { value: DimValue::One(Value::Int(*n)), origin: "the mapping".to_owned() })
-            }
+            DimSource::Constant(n) => Ok(Dim { value: DimValue::One(Value::Int(*n)), origin: "the mapping".into() }),
             DimSource::Expr(text) => {
                 let expr = &text.0;
                 let scope = Bound { facts: self, vars: &[] };
@@ -156,7 +175,7 @@ impl<'a> Facts<'a> {
                     }
                 })?;
                 let origin = scope.with_reasons(format!("`{}`", expr.text()), expr);
-                Ok(Dim { value: DimValue::One(value), origin })
+                Ok(Dim { value: DimValue::One(value), origin: origin.into() })
             }
             DimSource::Key { key, per_block } => {
                 let keys = key.as_slice();
@@ -165,7 +184,7 @@ impl<'a> Facts<'a> {
                     if let Some(field) = self.set.metadata().get(&full) {
                         let value = field_value(&field.value(), *per_block)
                             .map_err(|found| Absent::Broken(format!("metadata key '{full}' is {found}")))?;
-                        return Ok(Dim { value, origin: format!("metadata key '{full}'") });
+                        return Ok(Dim { value, origin: format!("metadata key '{full}'").into() });
                     }
                 }
                 let names: Vec<String> = keys.iter().map(|k| format!("metadata key '{}'", self.full_key(k))).collect();
@@ -183,7 +202,7 @@ impl<'a> Facts<'a> {
                 let size = i64::try_from(*size).map_err(|_| Absent::Broken(format!("axis of {size} elements")))?;
                 Ok(Dim {
                     value: DimValue::One(Value::Int(size)),
-                    origin: format!("axis {axis} of tensor '{}'", tensor.name),
+                    origin: format!("axis {axis} of tensor '{}'", tensor.name).into(),
                 })
             }
         }
@@ -204,6 +223,7 @@ impl<'a> Facts<'a> {
         if pattern.matches('*').count() > 2 {
             return Err(format!("'{pattern}' has more than two `*`"));
         }
+        self.count_steps(self.set.tensors().len() as u64)?;
         Ok(self.set.tensors().iter().position(|t| pattern::matches(pattern, &t.name)))
     }
 }
@@ -236,9 +256,28 @@ fn field_value(field: &Field<'_>, per_block: bool) -> Result<DimValue, String> {
         Field::Array(array) if array.len() > MOST => {
             Err(format!("an array of {} values; a dimension has one per block", array.len()))
         }
-        Field::Array(array) => array.iter().map(|v| scalar(&v)).collect::<Result<Vec<_>, _>>().map(DimValue::PerBlock),
+        Field::Array(array) => array.iter().map(|v| scalar(&v)).collect::<Result<Rc<[_]>, _>>().map(DimValue::PerBlock),
         one => scalar(one).map(DimValue::One),
     }
+}
+
+/// The beginnings of as many texts as a message can take, joined.
+fn joined<'t>(texts: impl Iterator<Item = &'t str>, with: &str) -> String {
+    let mut out = String::new();
+    for text in texts {
+        if !out.is_empty() {
+            out.push_str(with);
+        }
+        if out.len() > LONGEST_REASONS {
+            out.push('…');
+            break;
+        }
+        out.extend(text.chars().take(LONGEST_REASON));
+        if text.len() > LONGEST_REASON {
+            out.push('…');
+        }
+    }
+    out
 }
 
 /// Facts with values for the loop variables: what an expression of a rule sees.
@@ -282,7 +321,7 @@ impl Bound<'_, '_> {
             let value = value.map_or("several values".to_owned(), |v| v.to_string());
             out.push(format!("{name} = {value} from {origin}"));
         }
-        out.join(", ")
+        joined(out.iter().map(String::as_str), ", ")
     }
 
     /// A message about an expression, with the dimensions that it is made of.
@@ -294,6 +333,7 @@ impl Bound<'_, '_> {
 
 impl Scope for Bound<'_, '_> {
     fn name(&self, name: &str) -> Result<Value, String> {
+        self.facts.count_steps(NAME)?;
         if let Some(value) = self.var(name) {
             return i64::try_from(value).map(Value::Int).map_err(|e| e.to_string());
         }
@@ -318,6 +358,7 @@ impl Scope for Bound<'_, '_> {
     }
 
     fn has(&self, pattern: &str) -> Result<bool, String> {
+        self.facts.count_steps(NAME)?;
         let filled = if pattern.contains('{') {
             pattern::Pattern::parse(pattern)?
                 .fill(|v| self.var(v))
@@ -329,13 +370,18 @@ impl Scope for Bound<'_, '_> {
     }
 
     fn key(&self, key: &str) -> Result<bool, String> {
+        self.facts.count_steps(NAME)?;
         Ok(self.facts.set.metadata().get(&self.facts.full_key(key)).is_some())
     }
 
     fn text(&self, key: &str) -> Result<String, String> {
+        self.facts.count_steps(NAME)?;
         match self.facts.set.metadata().get(&self.facts.full_key(key)).map(|f| f.value()) {
             None => Ok(String::new()),
-            Some(Field::Str(bytes)) => Ok(String::from_utf8_lossy(bytes).into_owned()),
+            Some(Field::Str(bytes)) => {
+                self.facts.count_steps(bytes.len() as u64 / NAME)?;
+                Ok(String::from_utf8_lossy(bytes).into_owned())
+            }
             Some(other) => Err(format!("metadata key '{key}' is {}, not a text", other.type_name())),
         }
     }

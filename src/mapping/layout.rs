@@ -3,6 +3,7 @@
 //! Rules are tried in order, a layout's own before those of the layout that it extends, parameters before `keep`. Every
 //! weight must be taken by one rule; a weight that none takes means that the profile does not cover the model.
 
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 
 use super::expr::{Scope, Value};
@@ -75,8 +76,21 @@ pub struct LaidOut {
     pub left_out: Vec<(u32, String)>,
 }
 
+/// Most layouts of a profile, and most rules of all of them, each name that a rule lists counted as one.
+const MOST_LAYOUTS: usize = 128;
+const MOST_RULES: usize = 1 << 12;
+/// Most parameters that a layout makes of a model.
+const MOST_PARAMS: usize = 1 << 19;
+/// Most times that weights are compared with rules; those of GLM-5 and Kimi-K2 take some million.
+const MOST_STEPS: u64 = 1 << 27;
+
 /// Checks the layouts of a profile against each other.
 pub(super) fn check(layouts: &[LayoutRules]) -> Result<(), String> {
+    let rules = layouts.iter().map(LayoutRules::names).sum::<usize>();
+    if layouts.len() > MOST_LAYOUTS || rules > MOST_RULES {
+        let found = format!("{} layouts with {rules} rules", layouts.len());
+        return Err(format!("{found}; at most {MOST_LAYOUTS} with {MOST_RULES} are read"));
+    }
     for layout in layouts {
         let chain = chain(layouts, layout)?;
         let at = |e: String| format!("layout '{}': {e}", layout.name);
@@ -213,6 +227,7 @@ pub fn lay_out(
         params: Vec::new(),
         left_out: Vec::new(),
         uncovered: Vec::new(),
+        steps: Cell::new(0),
     };
     let headless = weights.iter().any(|w| w.mtp) && !weights.iter().any(|w| w.block.is_some() && !w.mtp);
     job.main(&compile(WEIGHT_BLOCK)?, headless)?;
@@ -250,9 +265,28 @@ struct Layout<'a> {
     params: Vec<ParamSpec>,
     left_out: Vec<(u32, String)>,
     uncovered: Vec<String>,
+    /// How often weights were compared with rules.
+    steps: Cell<u64>,
 }
 
 impl Layout<'_> {
+    /// Bounds the work of all rules together.
+    fn count_steps(&self, steps: usize) -> Result<(), String> {
+        self.steps.set(self.steps.get() + steps as u64);
+        match self.steps.get() {
+            0..=MOST_STEPS => Ok(()),
+            _ => Err(format!("its rules take more than {MOST_STEPS} steps for {} weights", self.weights.len())),
+        }
+    }
+
+    fn add(&mut self, param: ParamSpec) -> Result<(), String> {
+        if self.params.len() == MOST_PARAMS {
+            return Err(format!("more than {MOST_PARAMS} parameters, at '{}'", param.name));
+        }
+        self.params.push(param);
+        Ok(())
+    }
+
     fn place(&self, weight: usize) -> Place {
         match self.weights[weight].block {
             Some(block) => Place::Block(block),
@@ -282,6 +316,7 @@ impl Layout<'_> {
         let name = self.weights[i].name.as_str();
         for layout in compiled {
             for rule in &layout.rules {
+                self.count_steps(rule.parts.len())?;
                 let Some(vars) = rule.parts.iter().find_map(|p| p.capture(name)) else { continue };
                 let scope = LayoutScope { index: &self.index, tp: self.tp, pp: self.pp };
                 if let Some(when) = rule.when
@@ -289,14 +324,14 @@ impl Layout<'_> {
                 {
                     continue;
                 }
-                let Some(content) = self.content(rule, &vars) else { continue };
+                let Some(content) = self.content(rule, &vars)? else { continue };
                 let weights = content.weights();
                 weights.iter().for_each(|w| self.claimed[*w as usize] = true);
                 let first = self.weights[weights[0] as usize].pinned;
                 let name = fill(&rule.name, &vars);
-                self.params.push(ParamSpec { name, set, place: self.place(i), content, pinned: rule.pinned.or(first) });
-                self.constants(i, compiled, set);
-                return Ok(());
+                let (place, pinned) = (self.place(i), rule.pinned.or(first));
+                self.add(ParamSpec { name, set, place, content, pinned })?;
+                return self.constants(i, compiled, set);
             }
         }
         // A tied weight's own place may be elsewhere: `tied` settles it.
@@ -305,38 +340,42 @@ impl Layout<'_> {
     }
 
     /// The weights of a rule's parts; none if any is absent or taken.
-    fn content(&self, rule: &CompiledRule<'_>, vars: &[(String, u64)]) -> Option<Content> {
+    fn content(&self, rule: &CompiledRule<'_>, vars: &[(String, u64)]) -> Result<Option<Content>, String> {
         let free = |name: &str| self.index.get(name).copied().filter(|w| !self.claimed[*w as usize]);
         let Some(stack) = rule.stack else {
-            return rule.parts.iter().map(|p| free(&fill(p, vars))).collect::<Option<Vec<_>>>().map(Content::Joined);
+            let joined = rule.parts.iter().map(|p| free(&fill(p, vars))).collect::<Option<Vec<_>>>();
+            return Ok(joined.map(Content::Joined));
         };
         let mut weights = Vec::new();
         for round in 0.. {
+            self.count_steps(rule.parts.len())?;
             let vars: Vec<(String, u64)> =
                 vars.iter().map(|(n, v)| (n.clone(), if n == stack { round } else { *v })).collect();
             let found: Vec<Option<u32>> = rule.parts.iter().map(|p| free(&fill(p, &vars))).collect();
             match found.iter().copied().collect::<Option<Vec<u32>>>() {
                 Some(found) => weights.extend(found),
                 None if found.iter().all(Option::is_none) && round > 0 => break,
-                None => return None,
+                None => return Ok(None),
             }
         }
-        Some(Content::Stacked { weights, parts: rule.parts.len() as u32 })
+        Ok(Some(Content::Stacked { weights, parts: rule.parts.len() as u32 }))
     }
 
     /// The constants that follow a weight.
-    fn constants(&mut self, i: usize, compiled: &[Compiled<'_>], set: Set) {
+    fn constants(&mut self, i: usize, compiled: &[Compiled<'_>], set: Set) -> Result<(), String> {
         let place = self.place(i);
         for layout in compiled.iter().take(self.constants_of.saturating_add(1)) {
+            self.count_steps(layout.constants.len())?;
             for (after, names, value) in &layout.constants {
                 let Some(vars) = after.capture(&self.weights[i].name) else { continue };
                 for name in names {
                     let content = Content::Constant(*value);
                     let name = fill(name, &vars);
-                    self.params.push(ParamSpec { name, set, place, content, pinned: Some(PinnedDtype::F32) });
+                    self.add(ParamSpec { name, set, place, content, pinned: Some(PinnedDtype::F32) })?;
                 }
             }
         }
+        Ok(())
     }
 
     /// The draft model: its block by the same rules under its own prefix, then what surrounds the block.
@@ -349,6 +388,7 @@ impl Layout<'_> {
         let mut around: Vec<(usize, ParamSpec)> = Vec::new();
         for layer in &layers {
             for rule in &rules.params {
+                self.count_steps(around.len() + rule.from.len())?;
                 let vars = [("layer".to_owned(), *layer)];
                 let name = fill(&Pattern::parse(&rule.name)?, &vars);
                 let from = rule
@@ -382,8 +422,9 @@ impl Layout<'_> {
             if !self.weights[i].mtp {
                 continue;
             }
+            self.count_steps(around.len())?;
             match around.iter().position(|(w, _)| *w == i) {
-                Some(at) => self.params.push(around.remove(at).1),
+                Some(at) => self.add(around.remove(at).1)?,
                 None if self.claimed[i] => {}
                 None => self.take(i, compiled, Set::Draft)?,
             }

@@ -126,6 +126,14 @@ pub struct DraftRule {
 }
 
 impl LayoutRules {
+    /// How many names its rules list, which is what reading and applying them takes.
+    pub(super) fn names(&self) -> usize {
+        let params = self.params.iter().map(|p| 1 + p.parts.len()).sum::<usize>();
+        let constants = self.constants.iter().map(|c| 1 + c.names.len()).sum::<usize>();
+        let drafted = self.draft.iter().flat_map(|d| &d.params).map(|p| 1 + p.from.len()).sum::<usize>();
+        params + constants + drafted + self.keep.len() + self.classes.len() + 3 * self.tied.len()
+    }
+
     /// Names and conditions that no model could ever make sense of.
     pub(super) fn check_names(&self) -> Result<(), String> {
         let whens = self.params.iter().filter_map(|p| p.when.as_ref());

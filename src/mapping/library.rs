@@ -1,5 +1,6 @@
 //! Finding mappings: the built-in ones, files, and the one whose `[match]` fits a GGUF.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -8,6 +9,7 @@ use super::facts::{Bound, Facts};
 use super::rules::Rules;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
+use crate::regular;
 
 /// The TOML files under `mappings/`, embedded when the crate is built.
 pub(crate) mod embedded {
@@ -53,6 +55,18 @@ pub struct RulesId {
     /// The texts that are not built in, the file itself first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub texts: Vec<String>,
+}
+
+impl Text {
+    /// Refuses more than can be read in a moment, of a file that has `bytes` bytes, or from a manifest.
+    pub(super) fn check_length(&self, bytes: u64) -> Result<()> {
+        let bytes = bytes.max(self.text.len() as u64);
+        if bytes <= LONGEST {
+            return Ok(());
+        }
+        let fault = Fault::new(format!("{bytes} bytes")).file(&self.origin);
+        Err(fault.expected(format!("rules of at most {LONGEST} bytes")).rules())
+    }
 }
 
 impl RulesId {
@@ -173,6 +187,7 @@ fn extended_by(child: &Text, error: Error) -> Error {
 }
 
 fn parse(text: &Text) -> Result<Rules> {
+    text.check_length(0)?;
     Rules::parse(&text.text).map_err(|e| Fault::new(e).file(&text.origin).rules())
 }
 
@@ -221,13 +236,13 @@ pub(super) fn find(name: &str, child: Option<&Text>, builtin: &[(&str, &str)], k
 }
 
 fn read(path: &Path) -> Result<Text> {
-    let bytes = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?.len();
-    if bytes > LONGEST {
-        let fault = Fault::new(format!("{bytes} bytes")).file(path);
-        return Err(fault.expected(format!("a rules file of at most {LONGEST} bytes")).rules());
-    }
-    let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
-    Ok(Text { origin: path.to_string_lossy().into_owned(), builtin: false, text })
+    let (file, bytes) = regular::open(path).map_err(|e| Error::io("open", path, e))?;
+    let mut text = String::new();
+    // One more than is read, so that a file that grows is noticed as well.
+    file.take(LONGEST + 1).read_to_string(&mut text).map_err(|e| Error::io("read", path, e))?;
+    let text = Text { origin: path.to_string_lossy().into_owned(), builtin: false, text };
+    text.check_length(bytes)?;
+    Ok(text)
 }
 
 /// All built-in mappings, by name.

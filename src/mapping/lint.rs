@@ -4,8 +4,11 @@ use std::collections::BTreeSet;
 
 use super::rules::{CutRule, DimSource, ExprText, From, OneOrMany, Rules, Source, WeightRule};
 
-/// Most weight and ignore rules that a mapping may have: each is compared with every other.
+/// Most weight and ignore rules that a mapping may have, and most sources that they may name: each is compared with every
+/// other.
 const MOST_RULES: usize = 1 << 12;
+/// Most sources that are interleaved to one weight.
+const MOST_PARTS: usize = 16;
 
 /// Most dimensions.
 const MOST_DIMS: usize = 1 << 10;
@@ -14,13 +17,7 @@ impl Rules {
     /// What can be wrong with rules before any file is seen: two rules for one name, names that nothing defines,
     /// shapes and cuts that do not go together.
     pub fn check(&self) -> Result<(), String> {
-        let rules = self.weights.len() + self.ignores.len();
-        if rules > MOST_RULES {
-            return Err(format!("{rules} rules; at most {MOST_RULES} are read"));
-        }
-        if self.dims.len() > MOST_DIMS {
-            return Err(format!("{} dimensions; at most {MOST_DIMS} are read", self.dims.len()));
-        }
+        self.check_counts()?;
         if let Some(sidecar) = self.sidecars.iter().find(|s| !s.suffix.starts_with('.') || s.suffix == ".weight") {
             return Err(format!("sidecar suffix '{}': it begins with `.` and is not `.weight`", sidecar.suffix));
         }
@@ -45,6 +42,26 @@ impl Rules {
         }
         if self.every_tensor && !self.weights.is_empty() {
             return Err("`every_tensor` leaves no room for weight rules".into());
+        }
+        Ok(())
+    }
+
+    /// Refuses what would take long to compare. Asked of each text before rules are laid over each other, too.
+    pub(super) fn check_counts(&self) -> Result<(), String> {
+        let sources = self.weights.iter().flat_map(|w| w.from.as_slice()).map(|f| f.sources().len()).sum();
+        let lists = [
+            ("rules", self.weights.len() + self.ignores.len() + self.remove.len()),
+            ("sources", sources),
+            ("sidecars", self.sidecars.len()),
+            ("checks", self.checks.len()),
+        ];
+        for (what, count) in lists {
+            if count > MOST_RULES {
+                return Err(format!("{count} {what}; at most {MOST_RULES} are read"));
+            }
+        }
+        if self.dims.len() > MOST_DIMS {
+            return Err(format!("{} dimensions; at most {MOST_DIMS} are read", self.dims.len()));
         }
         Ok(())
     }
@@ -81,6 +98,9 @@ impl Rules {
             let parts = from.sources();
             if parts.is_empty() {
                 return Err("`parts` is empty".into());
+            }
+            if parts.len() > MOST_PARTS {
+                return Err(format!("{} parts; at most {MOST_PARTS} are interleaved", parts.len()));
             }
             for source in parts {
                 check_source(source, &bound, matches!(from, From::Interleaved(_)))?;
@@ -201,27 +221,39 @@ impl Rules {
 
     /// No dimension is computed from itself.
     fn check_circles(&self) -> Result<(), String> {
-        let needs = |name: &str| -> Vec<String> {
-            let sources = self.dims.get(name).map(OneOrMany::as_slice).unwrap_or_default();
-            let exprs = sources.iter().filter_map(|s| match s {
-                DimSource::Expr(expr) => Some(expr),
-                DimSource::Constant(_) | DimSource::Key { .. } | DimSource::Axis { .. } => None,
-            });
-            exprs.flat_map(|e| e.0.names()).collect()
-        };
+        // Dimensions whose needs are known to end, and those on the way from one that is being followed.
+        let (mut done, mut open) = (BTreeSet::new(), BTreeSet::new());
         for name in self.dims.keys() {
-            let mut seen: BTreeSet<String> = BTreeSet::new();
-            let mut next = needs(name);
-            while let Some(needed) = next.pop() {
-                if needed == *name {
-                    return Err(format!("dimension '{name}' is computed from itself"));
+            let mut path: Vec<(&str, Vec<&str>)> = Vec::new();
+            let mut next = Some(name.as_str());
+            loop {
+                if let Some(name) = next.filter(|name| !done.contains(name)) {
+                    if !open.insert(name) {
+                        return Err(format!("dimension '{name}' is computed from itself"));
+                    }
+                    path.push((name, self.needs(name)));
                 }
-                if seen.insert(needed.clone()) {
-                    next.extend(needs(&needed));
+                let Some((name, needs)) = path.last_mut() else { break };
+                next = needs.pop();
+                if next.is_none() {
+                    open.remove(name);
+                    done.insert(*name);
+                    path.pop();
                 }
             }
         }
         Ok(())
+    }
+
+    /// The dimensions that a dimension is computed from.
+    fn needs(&self, name: &str) -> Vec<&str> {
+        let sources = self.dims.get(name).map(OneOrMany::as_slice).unwrap_or_default();
+        let exprs = sources.iter().filter_map(|s| match s {
+            DimSource::Expr(expr) => Some(expr),
+            DimSource::Constant(_) | DimSource::Key { .. } | DimSource::Axis { .. } => None,
+        });
+        let names: BTreeSet<String> = exprs.flat_map(|e| e.0.names()).collect();
+        names.iter().filter_map(|n| self.dims.get_key_value(n)).map(|(n, _)| n.as_str()).collect()
     }
 }
 

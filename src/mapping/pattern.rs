@@ -9,6 +9,30 @@ const MOST_VARIABLES: usize = 4;
 pub struct Pattern {
     text: String,
     tokens: Vec<Token>,
+    /// The text with `0` for every run of digits, whether literal or variable.
+    skeleton: String,
+    /// Those runs in order.
+    runs: Vec<Run>,
+}
+
+/// A run of digits: literal ones, and after them at most one variable or `*`, since digits must end before the next.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+struct Run {
+    digits: String,
+    open: bool,
+}
+
+impl Run {
+    /// Whether some run of digits fits both.
+    fn overlaps(&self, other: &Run) -> bool {
+        let (a, b) = (self.digits.as_str(), other.digits.as_str());
+        match (self.open, other.open) {
+            (false, false) => a == b,
+            (true, false) => b.len() > a.len() && b.starts_with(a),
+            (false, true) => a.len() > b.len() && a.starts_with(b),
+            (true, true) => a.starts_with(b) || b.starts_with(a),
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -62,7 +86,8 @@ impl Pattern {
         if tokens.windows(2).any(runs_on) {
             return Err(format!("digits must end before the next variable, `*` or digit in '{text}'"));
         }
-        Ok(Pattern { text: text.to_owned(), tokens })
+        let (skeleton, runs) = runs(&tokens);
+        Ok(Pattern { text: text.to_owned(), tokens, skeleton, runs })
     }
 
     /// The text it was parsed from.
@@ -106,52 +131,44 @@ impl Pattern {
         capture(&self.tokens, name, &mut values).then_some(values)
     }
 
-    /// Whether the literal text before the first variable, or after the last, already tells the patterns apart.
-    fn ends_differ(&self, other: &Pattern) -> bool {
-        fn text(token: Option<&Token>) -> &[u8] {
-            match token {
-                Some(Token::Literal(text)) => text.as_bytes(),
-                Some(Token::Variable(_) | Token::AnyDigits) | None => &[],
-            }
-        }
-        let (a, b) = (text(self.tokens.first()), text(other.tokens.first()));
-        let (x, y) = (text(self.tokens.last()), text(other.tokens.last()));
-        a.iter().zip(b).any(|(a, b)| a != b) || x.iter().rev().zip(y.iter().rev()).any(|(x, y)| x != y)
-    }
-
     /// Whether some name fits both patterns, each variable and `*` standing for one or more digits.
+    ///
+    /// The runs of digits of such a name are the runs of either pattern, one by one, and everything between them is equal.
     pub fn overlaps(&self, other: &Pattern) -> bool {
-        if self.ends_differ(other) {
-            return false;
-        }
-        let symbols = |p: &Pattern| -> Vec<Option<u8>> {
-            p.tokens
-                .iter()
-                .flat_map(|t| match t {
-                    Token::Literal(text) => text.bytes().map(Some).collect(),
-                    Token::Variable(_) | Token::AnyDigits => vec![None],
-                })
-                .collect()
-        };
-        let (a, b) = (symbols(self), symbols(other));
-        // fits[i][j]: the tails a[i..] and b[j..] share a name. A digit run that has begun may go on (`None` stays).
-        let mut fits = vec![vec![false; b.len() + 1]; a.len() + 1];
-        fits[a.len()][b.len()] = true;
-        let digit = |s: Option<u8>| s.is_none_or(|c| c.is_ascii_digit());
-        for i in (0..a.len()).rev() {
-            for j in (0..b.len()).rev() {
-                let here = match (a[i], b[j]) {
-                    (Some(x), Some(y)) => x == y,
-                    (x, y) => digit(x) && digit(y),
-                };
-                fits[i][j] = here
-                    && (fits[i + 1][j + 1]
-                        || (a[i].is_none() && j + 1 < b.len() && fits[i][j + 1])
-                        || (b[j].is_none() && i + 1 < a.len() && fits[i + 1][j]));
+        // Last runs first: many rules differ only there.
+        self.runs.len() == other.runs.len()
+            && self.runs.iter().zip(&other.runs).rev().all(|(a, b)| a.overlaps(b))
+            && self.skeleton == other.skeleton
+    }
+}
+
+/// The text of a pattern with its runs of digits taken out.
+fn runs(tokens: &[Token]) -> (String, Vec<Run>) {
+    let (mut skeleton, mut runs) = (String::new(), Vec::new());
+    let mut run: Option<Run> = None;
+    for token in tokens {
+        match token {
+            Token::Variable(_) | Token::AnyDigits => run.get_or_insert_default().open = true,
+            Token::Literal(text) => {
+                for c in text.chars() {
+                    if c.is_ascii_digit() {
+                        run.get_or_insert_default().digits.push(c);
+                        continue;
+                    }
+                    if let Some(run) = run.take() {
+                        skeleton.push('0');
+                        runs.push(run);
+                    }
+                    skeleton.push(c);
+                }
             }
         }
-        fits[0][0]
     }
+    if let Some(run) = run {
+        skeleton.push('0');
+        runs.push(run);
+    }
+    (skeleton, runs)
 }
 
 /// The number that a run of digits is, if it is written as numbers are: `7`, not `007`.
@@ -213,6 +230,8 @@ mod tests {
         assert!(!overlap("blk.{layer}.x", "blk.a.x"));
         assert!(!overlap("blk.{layer}", "blk."));
         assert!(overlap("", ""));
+        assert!(overlap("a1{x}.b", "a1{y}.b") && overlap("a1{x}.b", "a12{y}.b") && overlap("a{x}.2", "a1.{y}"));
+        assert!(!overlap("a1{x}.b", "a2{y}.b") && !overlap("a1{x}.b", "a1.b") && !overlap("a{x}.2", "a{y}.3"));
     }
 
     #[test]

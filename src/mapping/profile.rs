@@ -194,6 +194,7 @@ impl Profile {
 }
 
 fn parse(text: &Text) -> Result<ProfileRules, Error> {
+    text.check_length(0)?;
     toml::from_str(&text.text).map_err(|e| Fault::new(e.to_string().trim_end().to_owned()).file(&text.origin).rules())
 }
 
@@ -211,17 +212,22 @@ fn check(rules: &ProfileRules) -> Result<(), String> {
     for (template, needed) in templates {
         let Some(template) = template else { continue };
         let filled = fill(template, &needed.iter().map(|n| (*n, 0)).collect::<Vec<_>>())?;
-        if filled.contains(['/', '\\']) || !filled.ends_with(".safetensors") {
+        if !is_plain(&filled) || !filled.ends_with(".safetensors") {
             return Err(format!("'{template}' must be a plain file name that ends in .safetensors"));
         }
         if let Some(lacking) = needed.iter().find(|n| !template.contains(&format!("{{{n}"))) {
             return Err(format!("'{template}' lacks {{{lacking}}}"));
         }
     }
-    if files.index.as_ref().is_some_and(|i| i.contains(['/', '\\']) || !i.ends_with(".json")) {
-        return Err("the index must be a plain file name that ends in .json".into());
+    if files.index.as_ref().is_some_and(|i| !is_plain(i) || !i.ends_with(".index.json")) {
+        return Err("the index must be a plain file name that ends in .index.json".into());
     }
     super::layout::check(&rules.layouts)
+}
+
+/// Whether a name is that of a file in the folder itself, on any file system and in a line of text.
+fn is_plain(name: &str) -> bool {
+    name.len() <= 255 && !name.contains(['/', '\\']) && !name.chars().any(char::is_control)
 }
 
 /// Fills `{name}` and `{name:0N}`.

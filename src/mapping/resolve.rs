@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::gguf::GgufSet;
 
 /// Most weights that a model may have; GLM-5 and Kimi-K2 have about 60,000 and 70,000.
-const MOST_WEIGHTS: usize = 1 << 20;
+const MOST_WEIGHTS: usize = 1 << 18;
 /// Most rounds of one loop.
 const MOST_ROUNDS: u64 = 1 << 20;
 /// Most times that rules are asked for a weight, over all loops; rules that only unstack are asked once for a whole loop.
@@ -112,7 +112,8 @@ pub(super) struct Step {
 impl<'a> Resolver<'a> {
     fn take_every_tensor(&mut self) -> Result<()> {
         for (index, tensor) in self.set.tensors().iter().enumerate() {
-            let shape = tensor.shape();
+            // ggml has no scalars: a tensor without axes is one of one element.
+            let shape = if tensor.ne.is_empty() { vec![1] } else { tensor.shape() };
             let Matrix { rows, cols } = Matrix::of(&shape);
             let part = Part {
                 source: index as u32,

@@ -364,7 +364,7 @@ pub struct IgnoreRule {
 impl Rules {
     /// Parses one file's text; `extends` is not followed here.
     pub fn parse(text: &str) -> Result<Self, String> {
-        toml::from_str(text).map_err(|e| {
+        let rules: Rules = toml::from_str(text).map_err(|e| {
             let (shown, at) = (e.to_string(), e.span().map_or(0, |s| s.start));
             // The usual form repeats the line; of a long one nothing else would be left of the message.
             match shown.len() {
@@ -373,7 +373,9 @@ impl Rules {
                     format!("line {}: {}", text.get(..at).unwrap_or_default().lines().count().max(1), e.message())
                 }
             }
-        })
+        })?;
+        rules.check_counts()?;
+        Ok(rules)
     }
 
     /// Lays these rules over `parent`: dimensions, loops, groups and rules of the same name replace the parent's in

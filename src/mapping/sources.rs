@@ -8,6 +8,9 @@ use super::rules::{CutKind, CutRule, ExprText, From, SidecarRole, Source, Weight
 use crate::error::Result;
 use crate::gguf::GgmlType;
 
+/// Most elements of one weight: 2^48, some hundred times the largest models as a whole.
+const MOST_ELEMENTS: u64 = 1 << 48;
+
 impl<'a> Resolver<'a> {
     /// What a rule means for one round of its loops.
     pub(super) fn find(&self, rule: &'a WeightRule, vars: &[(&str, u64)]) -> Result<Found> {
@@ -55,8 +58,9 @@ impl<'a> Resolver<'a> {
     ) -> Result<(Weight, Vec<Step>)> {
         let broken = |why: String| self.facts.fault(why).tensor(name).contradiction();
         let shape = self.sizes(&rule.shape, scope, name)?;
-        let elements = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
-        if elements.is_none() {
+        // As in a GGUF header, an axis of 0 counts as one, so that no product of some of the axes overflows either.
+        let elements = shape.iter().try_fold(1u64, |n, d| n.checked_mul((*d).max(1)));
+        if elements.is_none_or(|n| n > MOST_ELEMENTS) {
             let because = scope.explain(rule.shape.iter().map(|e| &e.0));
             return Err(broken(format!("shape {shape:?} has too many elements ({because})")));
         }
@@ -77,8 +81,9 @@ impl<'a> Resolver<'a> {
             }
             parts.push(part);
         }
-        let rows: u64 = parts.iter().map(|p| p.rows).sum::<u64>() * units;
-        if rows != matrix.rows {
+        let rows = parts.iter().try_fold(0u64, |n, p| n.checked_add(p.rows)).and_then(|n| n.checked_mul(units));
+        if rows != Some(matrix.rows) {
+            let rows = rows.map_or("too many".to_owned(), |n| n.to_string());
             let expected = format!("{} ({})", matrix.rows, scope.explain(rule.shape.iter().map(|e| &e.0)));
             return Err(broken(format!("its sources give {rows} rows; expected {expected}")));
         }
@@ -154,6 +159,11 @@ impl<'a> Resolver<'a> {
                 .contradiction());
         }
         let slice = tensor.elements().checked_div(slices).unwrap_or(0);
+        if source.unstack.is_some() && slice == 0 {
+            // Otherwise a header of some bytes would make any number of weights.
+            let fault = self.facts.fault(format!("shape {actual:?} has no elements to unstack")).tensor(name);
+            return Err(fault.expected("at least one element for each").contradiction());
+        }
         let round = source.unstack.as_deref().and_then(|v| scope.var(v)).unwrap_or(0);
         let taken = Matrix::of(&inner_shape);
         let (first, elements) = match &source.rows {

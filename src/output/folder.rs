@@ -15,6 +15,7 @@ use super::manifest::{FileEntry, Manifest};
 use super::work::{Counted, Receipt, Record, Work};
 use super::{Digest, filename};
 use crate::error::{Error, Fault, Result};
+use crate::regular;
 use crate::threads::lock;
 
 /// Appended to a safetensors file's name while it is written.
@@ -273,7 +274,15 @@ impl OutputFolder {
 
     /// Creates the folder of a file, below the output folder.
     fn create_above(&self, path: &Path) -> Result<()> {
-        let Some(folder) = path.parent().filter(|f| *f != self.path && !f.exists()) else { return Ok(()) };
+        let Some(folder) = path.parent().filter(|f| *f != self.path) else { return Ok(()) };
+        match fs::symlink_metadata(folder) {
+            Ok(status) if status.is_symlink() => {
+                let fault = Fault::new("a link in the place of a sub-folder").file(folder);
+                return Err(fault.remedy("Remove it, or choose another folder").output());
+            }
+            Ok(_) => return Ok(()),
+            Err(_) => {}
+        }
         match fs::create_dir(folder) {
             Ok(()) => lock(&self.below).push(folder.to_path_buf()),
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -332,7 +341,9 @@ impl OutputFolder {
     fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let partial = self.path.join(format!("{name}{PARTIAL}"));
         self.create_above(&partial)?;
-        let mut file = File::create(&partial).map_err(|e| Error::io("create", &partial, e))?;
+        // Never through a link that somebody left under that name.
+        remove(&partial)?;
+        let mut file = File::create_new(&partial).map_err(|e| Error::io("create", &partial, e))?;
         self.note(partial.clone());
         file.write_all(bytes).map_err(|e| Error::io("write", &partial, e))?;
         file.sync_all().map_err(|e| Error::io("write to disk", &partial, e))?;
@@ -382,8 +393,7 @@ fn is_finished_weights(path: &Path) -> bool {
 
 /// Whether a finished file's bytes are those that its receipt names.
 fn holds(path: &Path, receipt: &Receipt, threads: usize, each: &(dyn Fn(u64) -> Result<()> + Sync)) -> Result<bool> {
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-    let bytes = file.metadata().map_err(|e| Error::io("look at", path, e))?.len();
+    let (file, bytes) = regular::open(path).map_err(|e| Error::io("open", path, e))?;
     if bytes != receipt.file.bytes {
         return Ok(false);
     }

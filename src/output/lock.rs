@@ -5,7 +5,7 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -35,7 +35,9 @@ impl Lock {
 
     fn acquire(path: &Path, lock: impl Fn(&File) -> std::io::Result<bool>) -> Result<Option<Lock>> {
         loop {
-            let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
+            let flags = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
+            let opened =
+                OpenOptions::new().read(true).write(true).create(true).truncate(false).custom_flags(flags).open(path);
             let file = opened.map_err(|e| Error::io("create", path, e))?;
             match lock(&file) {
                 Ok(true) => {}

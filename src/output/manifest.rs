@@ -3,8 +3,7 @@
 //! The field-by-field description is in `docs/format.md`. The manifest is written last; a folder without one is not a
 //! checkpoint.
 
-use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::Path;
 
 use serde::{Deserialize, Deserializer, Serialize};
@@ -13,6 +12,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::output::digest::Digest;
 use crate::output::filename;
+use crate::regular;
 
 mod check;
 mod text;
@@ -264,9 +264,9 @@ impl Manifest {
     /// The bytes of the manifest in `dir`, with its path.
     pub(crate) fn read_bytes(dir: &Path) -> Result<(Vec<u8>, std::path::PathBuf)> {
         let path = dir.join(filename::MANIFEST);
-        let file = match File::open(&path) {
-            Ok(file) => file,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+        let (file, length) = match regular::open(&path) {
+            Ok(opened) => opened,
+            Err(e) if e.kind() == ErrorKind::NotFound => {
                 return Err(Fault::new(format!("no {}, so this is not a checkpoint", filename::MANIFEST))
                     .file(dir)
                     .remedy("The manifest is written last: if it is missing, the conversion did not finish")
@@ -274,17 +274,16 @@ impl Manifest {
             }
             Err(e) => return Err(Error::io("open", &path, e)),
         };
-        let status = file.metadata().map_err(|e| Error::io("look at", &path, e))?;
-        if !status.is_file() {
-            return Err(Fault::new("not a regular file").file(path).checkpoint());
-        }
-        if status.len() > READ_LIMIT {
-            return Err(Fault::new(format!("a manifest of {} bytes", status.len()))
+        if length > READ_LIMIT {
+            return Err(Fault::new(format!("a manifest of {length} bytes"))
                 .file(path)
                 .expected(format!("at most {READ_LIMIT} bytes"))
                 .checkpoint());
         }
-        let mut bytes = Vec::with_capacity(status.len() as usize);
+        // Room is asked for, not taken: a file can be of any length and hold nothing.
+        let mut bytes = Vec::new();
+        let room = bytes.try_reserve_exact(length as usize).map_err(|e| std::io::Error::new(ErrorKind::OutOfMemory, e));
+        room.map_err(|e| Error::io("read", &path, e))?;
         file.take(READ_LIMIT).read_to_end(&mut bytes).map_err(|e| Error::io("read", &path, e))?;
         Ok((bytes, path))
     }

@@ -9,7 +9,6 @@
 //! the header, and the optional `__metadata__`, a map of strings.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -17,6 +16,7 @@ use serde::Serialize;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
+use crate::regular;
 
 mod parse;
 
@@ -174,12 +174,8 @@ impl SafetensorsHeader {
     /// [`Error::Checkpoint`] for a file that is not safetensors or whose header contradicts itself or the file's
     /// length, [`Error::Truncated`] for one that ends before its last tensor, [`Error::Io`] otherwise.
     pub fn read(path: &Path) -> Result<Self> {
-        let mut file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-        let status = file.metadata().map_err(|e| Error::io("look at", path, e))?;
-        if !status.is_file() {
-            return Err(Fault::new("not a regular file").file(path).checkpoint());
-        }
-        Self::read_from(&mut file, status.len(), path)
+        let (mut file, length) = regular::open(path).map_err(|e| Error::io("open", path, e))?;
+        Self::read_from(&mut file, length, path)
     }
 
     /// As [`SafetensorsHeader::read`], from a reader at the beginning of a file of `file_bytes` bytes; `path` is for

@@ -1,6 +1,5 @@
 //! `B3SUMS`: the digests of a folder's files in the form that `b3sum --check` takes.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -8,6 +7,7 @@ use crate::error::{Error, Fault, Result};
 use crate::output::digest::Digest;
 use crate::output::filename;
 use crate::output::manifest::Manifest;
+use crate::regular;
 
 /// The largest list that is read, in bytes.
 const READ_LIMIT: u64 = 64 << 20;
@@ -46,10 +46,9 @@ impl Sums {
     /// [`Error::Checkpoint`] with the line's offset for anything else, [`Error::Io`] when it cannot be read.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(filename::SUMS);
-        let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
-        let status = file.metadata().map_err(|e| Error::io("look at", &path, e))?;
-        if !status.is_file() || status.len() > READ_LIMIT {
-            let found = format!("not a list of digests: {} bytes, or no regular file", status.len());
+        let (file, length) = regular::open(&path).map_err(|e| Error::io("open", &path, e))?;
+        if length > READ_LIMIT {
+            let found = format!("not a list of digests: {length} bytes");
             return Err(Fault::new(found).file(path).checkpoint());
         }
         let mut bytes = Vec::new();

@@ -1,18 +1,27 @@
 //! The planner: weights, a profile and a topology become parameters, slices and pieces.
 
+use std::ops::Range;
+
 use super::share::{Share, share};
 use super::{Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files};
 use crate::dequant::{Dequantizer, FloatType, Simd};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
-use crate::gguf::{GgmlType, GgufSet};
+use crate::gguf::{GgmlType, GgufSet, SourceTensor};
 use crate::mapping::layout::{self, Content, LaidOut, ParamSpec, Set};
 use crate::mapping::{CutKind, Model, Part, PinnedDtype, Profile, Weight};
 
-/// Most ranks of one tensor-parallel group.
+/// Most ranks of one tensor-parallel group, and most pipeline stages.
 const MOST_RANKS: u32 = 1024;
-/// Most pieces of one plan; GLM-5 at tp 8 has about half a million.
-const MOST_PIECES: usize = 1 << 26;
+/// Most pieces of one plan, and most shares of weights on ranks; GLM-5 has about half a million at tp 8 and four at tp 64.
+/// Time and memory of a plan are proportional to these.
+const MOST_PIECES: u64 = 1 << 22;
+/// Most elements of all sources together (zero-sized axes counted as one), and most bytes of all output: far beyond any
+/// model, and so far below 2^64 that no sum over a plan overflows.
+const MOST_ELEMENTS: u64 = 1 << 48;
+const MOST_BYTES: u64 = 1 << 59;
+/// Largest multiple that the rows of experts are padded to.
+const MOST_PADDING: u64 = 1 << 16;
 
 /// What is to be planned.
 #[derive(Debug, Clone)]
@@ -42,9 +51,22 @@ impl Plan {
     /// Plans every rank's files. The result has not been audited yet; [`Plan::audited`] does both.
     pub fn new(set: &GgufSet, model: Model, request: PlanRequest) -> Result<Plan> {
         let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy } = request;
-        if tp == 0 || tp > MOST_RANKS {
-            let fault = Fault::new(format!("tp {tp}")).expected(format!("1 to {MOST_RANKS} ranks"));
-            return Err(fault.layout());
+        for (what, number, most) in [
+            ("tp", u64::from(tp), u64::from(MOST_RANKS)),
+            ("pp", u64::from(pp), u64::from(MOST_RANKS)),
+            ("a padding of experts to a multiple of", policy.moe_pad.unwrap_or(1), MOST_PADDING),
+        ] {
+            if !(1..=most).contains(&number) {
+                return Err(Fault::new(format!("{what} {number}")).expected(format!("1 to {most}")).layout());
+            }
+        }
+        let counted = |n: u64, t: &SourceTensor| {
+            let elements = t.ne.iter().try_fold(1u64, |n, d| n.checked_mul((*d).max(1)))?;
+            n.checked_add(elements).filter(|n| *n <= MOST_ELEMENTS)
+        };
+        if set.tensors().iter().try_fold(0, counted).is_none() {
+            let fault = Fault::new("tensors of more elements than any model has").file(set.path());
+            return Err(fault.expected(format!("at most {MOST_ELEMENTS}")).layout());
         }
         let refused = |why: String| Fault::new(why).file(set.path());
         let stages = stages(&model, pp, &stage_layers).map_err(|why| refused(why).layout())?;
@@ -78,8 +100,9 @@ impl Plan {
             left_out,
         };
         let mut first_use: Vec<Option<u32>> = vec![None; plan.model.weights.len()];
+        let mut size = Size::default();
         for spec in specs {
-            let mut param = plan.param(set, spec)?;
+            let mut param = plan.param(set, spec, &mut size)?;
             if let [weight] = *param.content.weights() {
                 let first = first_use[weight as usize].get_or_insert(plan.params.len() as u32);
                 let earlier = plan.params.get(*first as usize);
@@ -100,7 +123,7 @@ impl Plan {
         Ok(plan)
     }
 
-    fn param(&mut self, set: &GgufSet, spec: ParamSpec) -> Result<Param> {
+    fn param(&mut self, set: &GgufSet, spec: ParamSpec, size: &mut Size) -> Result<Param> {
         let dtype = match &spec.content {
             Content::Constant(_) => Dtype::F32,
             Content::Joined(_) | Content::Stacked { .. } => dtype(set, &self.model, &spec, self.policy.dtype)?,
@@ -115,12 +138,22 @@ impl Plan {
         let mut last: Option<Held> = None;
         for rank in 0..u64::from(self.tp) {
             let held = self.held(set, &spec, expert, rank)?;
+            size.shares += 1 + held.0.len() as u64;
+            if size.shares > MOST_PIECES {
+                return Err(self.too_large(set, &spec.name));
+            }
             // Ranks that hold the same, as of a replicated weight, share their pieces.
             let same = slices.last().filter(|_| last.as_ref() == Some(&held)).cloned();
             let slice = match same {
                 Some(slice) => slice,
                 None => self.slice(set, &spec, &held)?,
             };
+            let bytes = dtype.tensor_bytes(slice.shape.axes()).and_then(|bytes| size.bytes.checked_add(bytes));
+            let fits = bytes.filter(|bytes| *bytes <= MOST_BYTES);
+            size.bytes = fits.ok_or_else(|| {
+                let fault = Fault::new(format!("with {dtype} {:?} the output", slice.shape)).file(set.path());
+                fault.tensor(&spec.name).expected(format!("at most {MOST_BYTES} bytes in all")).layout()
+            })?;
             slices.push(slice);
             last = Some(held);
         }
@@ -191,16 +224,25 @@ impl Plan {
                 let found = format!("it has {} columns, the parts before it in '{}' {width}", part.cols, spec.name);
                 return Err(Fault::new(found).file(set.path()).tensor(&weight.name).layout());
             }
-            lower(&self.model.weights[part.weight as usize], part, row, &mut self.pieces);
+            let weight = &self.model.weights[part.weight as usize];
+            if (self.pieces.len() as u64).saturating_add(most_pieces(weight, part)) > MOST_PIECES {
+                return Err(self.too_large(set, &spec.name));
+            }
+            lower(weight, part, row, &mut self.pieces);
             row += part.rows;
-        }
-        if self.pieces.len() > MOST_PIECES {
-            let fault = Fault::new(format!("more than {MOST_PIECES} pieces")).file(set.path());
-            return Err(fault.tensor(&spec.name).layout());
         }
         let shape = slice_shape(&self.model, &spec.content, held)
             .ok_or_else(|| Fault::new("a shape of more than 4 axes").file(set.path()).tensor(&spec.name).layout())?;
         Ok(Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 })
+    }
+
+    fn too_large(&self, set: &GgufSet, name: &str) -> Error {
+        let weights = self.model.weights.len();
+        Fault::new(format!("{weights} weights on {} ranks make more than {MOST_PIECES} pieces", self.tp))
+            .file(set.path())
+            .tensor(name)
+            .remedy("Choose fewer ranks, or whole experts per rank (--ep); check the expert and head counts of the metadata")
+            .layout()
     }
 
     /// What would write nothing, or change nothing, is not what the user wants.
@@ -255,6 +297,15 @@ pub(super) struct HeldPart {
     share: Share,
     rows: u64,
     cols: u64,
+}
+
+/// What a plan has come to while it is made.
+#[derive(Default)]
+struct Size {
+    /// Shares of weights on ranks.
+    shares: u64,
+    /// Bytes of output.
+    bytes: u64,
 }
 
 fn stages(model: &Model, pp: u32, given: &[u64]) -> Result<StageLayers, String> {
@@ -344,6 +395,25 @@ fn slice_shape(model: &Model, content: &Content, held: &Held) -> Option<Shape> {
     Shape::new(&axes)
 }
 
+/// At most how many pieces [`lower`] makes, padding included.
+fn most_pieces(weight: &Weight, held: &HeldPart) -> u64 {
+    let recipe = &weight.recipe;
+    let per_unit: u64 = recipe.parts.iter().map(|p| p.rows).sum();
+    let rows = &held.share.rows;
+    let units = rows.end.checked_div(per_unit).map_or(0, |_| rows.end.div_ceil(per_unit) - rows.start / per_unit);
+    let runs = |p: &Part| match p.unpermute {
+        None => 1,
+        Some(heads) => 2 * heads_of(heads, p.rows, rows, 0).count() as u64,
+    };
+    recipe.parts.iter().map(runs).fold(0, u64::saturating_add).saturating_mul(units).saturating_add(2)
+}
+
+/// The heads of a part of `rows` rows, of which the first is row `first` of the weight, that have a row in `share`.
+fn heads_of(heads: u64, rows: u64, share: &Range<u64>, first: u64) -> Range<u64> {
+    let head = (rows / heads).max(1);
+    share.start.saturating_sub(first) / head..share.end.saturating_sub(first).div_ceil(head).min(heads)
+}
+
 /// Writes the part of a weight's recipe that a rank holds as pieces, from row `at` of the slice on.
 fn lower(weight: &Weight, held: &HeldPart, at: u64, pieces: &mut Vec<Piece>) {
     let recipe = &weight.recipe;
@@ -410,7 +480,7 @@ fn lower_part(part: &Part, unit: u64, first: u64, share: &Share, at: u64, pieces
             // Stored pairwise: row 2·i + t of a head is row t·half + i of the checkpoint.
             let head_rows = part.rows / heads;
             let half = head_rows / 2;
-            for head in 0..heads {
+            for head in heads_of(heads, part.rows, &share.rows, first) {
                 for t in 0..2 {
                     place(head * head_rows + t * half, half, source_row + head * head_rows + t, 2);
                 }

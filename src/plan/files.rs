@@ -3,13 +3,16 @@
 use std::cmp::Reverse;
 
 use super::{Param, Plan};
-use crate::error::Result;
+use crate::error::{Fault, Result};
 use crate::mapping::{FileSlot, Set};
 
 /// A header entry takes its name's length and about this many bytes more.
 const ENTRY_BYTES: u64 = 120;
 /// A part is closed before its header grows past this; readers refuse headers of 100,000,000 bytes.
 const HEADER_BYTES: u64 = 60_000_000;
+
+/// Most files of one plan.
+const MOST_FILES: usize = 1 << 16;
 
 /// The folder of a draft model's files, below that of the model.
 pub const DRAFT_FOLDER: &str = "mtp";
@@ -70,10 +73,14 @@ fn stream(plan: &mut Plan, set: Set, stage: u32, rank: u32, params: &[u32]) -> R
                 (data, header) = (0, 0);
             }
         }
-        data += bytes;
+        data = data.saturating_add(bytes);
         header += entry;
     }
     let count = parts.len();
+    if plan.files.len() + count > MOST_FILES {
+        let found = format!("more than {MOST_FILES} files with parts of {} bytes", plan.policy.part_size);
+        return Err(Fault::new(found).remedy("Choose a larger --part-size").layout());
+    }
     for (part, mut params) in parts.into_iter().enumerate() {
         params.sort_by_key(|p| Reverse(plan.params[*p as usize].dtype.bytes()));
         let file = plan.files.len() as u32;

@@ -1,6 +1,6 @@
 //! What a plan amounts to: bytes per rank, types, replication. For people and for scripts.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write as _;
 
 use serde::Serialize;
@@ -105,15 +105,15 @@ impl Plan {
     /// The names and types of the sources of a parameter, each once.
     pub fn sources_of(&self, param: usize) -> Vec<(String, &'static str)> {
         let weights = self.params[param].content.weights();
-        let mut seen: Vec<u32> = Vec::new();
+        let (mut seen, mut order) = (HashSet::new(), Vec::new());
         for part in weights.iter().flat_map(|w| &self.model.weights[*w as usize].recipe.parts) {
             for source in std::iter::once(part.source).chain(part.op.scale.map(|(s, _)| s)) {
-                if !seen.contains(&source) {
-                    seen.push(source);
+                if seen.insert(source) {
+                    order.push(source);
                 }
             }
         }
-        seen.iter().map(|s| &self.sources[*s as usize]).map(|s| (s.name.clone(), s.ty.name())).collect()
+        order.iter().map(|s| &self.sources[*s as usize]).map(|s| (s.name.clone(), s.ty.name())).collect()
     }
 
     /// Sources that only weights use which the layout leaves out.
@@ -128,10 +128,14 @@ impl Plan {
     /// The sources that no parameter uses, and why: ignored by the mapping, or left out by the layout.
     pub fn unused_sources(&self) -> impl Iterator<Item = (String, String)> {
         let name = |source: u32| self.sources[source as usize].name.clone();
-        let reason = |source: u32| {
-            let uses = |w: u32| self.model.weights[w as usize].recipe.parts.iter().any(|p| p.source == source);
-            self.left_out.iter().find(|(w, _)| uses(*w)).map(|(_, reason)| reason.clone()).unwrap_or_default()
-        };
+        // Of several weights that use a source, the first gives the reason.
+        let mut reasons: HashMap<u32, &str> = HashMap::new();
+        for (weight, reason) in &self.left_out {
+            for part in &self.model.weights[*weight as usize].recipe.parts {
+                reasons.entry(part.source).or_insert(reason);
+            }
+        }
+        let reason = move |source: u32| reasons.get(&source).copied().unwrap_or_default().to_owned();
         let ignored = self.model.ignored.iter().map(move |i| (name(i.source), i.reason.clone()));
         let left_out = self.left_out_sources();
         ignored.chain(left_out.into_iter().map(move |s| (name(s), reason(s))))

@@ -12,6 +12,7 @@ use crate::engine::Sink;
 use crate::error::{Fault, Result};
 use crate::gguf::read_up_to;
 use crate::plan::Plan;
+use crate::regular;
 use crate::threads::lock;
 
 /// Bytes that are read at a time.
@@ -190,12 +191,8 @@ impl Written<'_> {
             Handle::Unopened => {}
         }
         let path = dir.join(self.name);
-        // Asked before it is opened: opening a pipe would wait for a writer.
-        let opened = std::fs::metadata(&path).and_then(|status| {
-            if status.is_file() { File::open(&path) } else { Err(std::io::Error::other("not a regular file")) }
-        });
-        match opened {
-            Ok(file) => {
+        match regular::open(&path) {
+            Ok((file, _)) => {
                 let file = Arc::new(file);
                 *handle = Handle::Open(file.clone());
                 Some(file)

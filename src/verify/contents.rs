@@ -20,6 +20,7 @@ use crate::output::digest::Digest;
 use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
+use crate::regular;
 use crate::threads::{lock, on_threads};
 
 /// Bytes that are read at a time.
@@ -101,7 +102,10 @@ pub(super) fn check(
         weights: None,
     });
     let targets: Vec<Target<'_>> = weights.chain(others).collect();
-    progress(Step::Begin { check: "folder", bytes: targets.iter().map(|target| target.bytes).sum() });
+    progress(Step::Begin {
+        check: "folder",
+        bytes: targets.iter().map(|target| target.bytes).fold(0, u64::saturating_add),
+    });
     let results = check_targets(dir, manifest, &targets, Depth::Contents, options, progress)?;
     report.findings.extend(results.findings.into_iter().map(|(_, finding)| finding));
     report.files += results.files;
@@ -223,12 +227,8 @@ impl<'m> Checker<'m> {
     /// Opens a file and compares length and header. `None` when its bytes cannot be those promised.
     fn open(&self, number: usize, target: &'m Target<'m>) -> Option<Reading<'m>> {
         let path = self.dir.join(target.name);
-        // Asked before it is opened: opening a pipe would wait for a writer.
-        let opened = std::fs::metadata(&path).and_then(|status| {
-            if status.is_file() { File::open(&path) } else { Err(std::io::Error::other("not a regular file")) }
-        });
-        let file = match opened.and_then(|file| Ok((file.metadata()?.len(), file))) {
-            Ok((bytes, file)) => {
+        let file = match regular::open(&path) {
+            Ok((file, bytes)) => {
                 if let Some(weights) = target.weights {
                     self.check_header(number, target.name, weights, &file, bytes);
                 }

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -12,6 +11,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use super::{Finding, Report, What};
 use crate::output::filename;
 use crate::output::manifest::{Manifest, READ_LIMIT};
+use crate::regular;
 
 /// Checks each index that the manifest lists, against the files of its own folder.
 pub(super) fn check(dir: &Path, manifest: &Manifest, report: &mut Report) {
@@ -26,12 +26,12 @@ pub(super) fn check(dir: &Path, manifest: &Manifest, report: &mut Report) {
 }
 
 fn read(path: &Path, bytes: u64) -> Option<serde_json::Result<Index>> {
-    let status = std::fs::metadata(path).ok()?;
-    if !status.is_file() || status.len() != bytes || bytes > READ_LIMIT {
+    let (file, length) = regular::open(path).ok()?;
+    if length != bytes || bytes > READ_LIMIT {
         return None;
     }
     let mut text = Vec::new();
-    File::open(path).ok()?.take(bytes).read_to_end(&mut text).ok()?;
+    file.take(bytes).read_to_end(&mut text).ok()?;
     Some(serde_json::from_slice(&text))
 }
 

@@ -28,6 +28,7 @@ use super::{Distance, Finding, Options, Report, Step, Summary, What};
 use crate::engine::check_cancel;
 use crate::error::{Error, Fault, Result};
 use crate::output::manifest::{FileEntry, Manifest, Parameter, TensorEntry};
+use crate::regular;
 use crate::threads::{lock, on_threads};
 
 mod original;
@@ -84,7 +85,7 @@ impl Original {
         report.findings.extend(findings);
         let extra = self.extra(manifest);
         let shares = tasks.iter().flat_map(|task| &task.shares);
-        let bytes = shares.map(|share| share.tensor.offsets.1 - share.tensor.offsets.0).sum();
+        let bytes = shares.map(|share| share.tensor.offsets.1 - share.tensor.offsets.0).fold(0, u64::saturating_add);
         progress(Step::Begin { check: REFERENCE, bytes });
         let absent = super::absent(report);
         let next = AtomicUsize::new(0);
@@ -187,7 +188,7 @@ impl Original {
                 findings.push(finding.found(parameter.dtype));
                 continue;
             };
-            let mut shares: Vec<Share<'_>> = Vec::new();
+            let (mut shares, mut places): (Vec<Share<'_>>, HashMap<Place, usize>) = Default::default();
             let mut unplaced = false;
             for (file, tensor) in holders {
                 let rank = file.rank.map(u64::from).filter(|_| manifest.topology.tp > 1);
@@ -198,13 +199,16 @@ impl Original {
                         findings.push(finding(file, What::ReferenceShape).found(why));
                     }
                     // Equal shares are compared once. That their bytes are those of the digest, the folder's check says.
-                    Ok(place) => match shares.iter().find(|share| share.place == place) {
+                    Ok(place) => match places.get(&place).map(|at: &usize| &shares[*at]) {
                         Some(same) if same.tensor.blake3 != tensor.blake3 => {
                             let expected = format!("{}, as in '{}'", same.tensor.blake3, same.file.name);
                             findings.push(finding(file, What::Replica).expected(expected).found(tensor.blake3));
                         }
                         Some(_) => {}
-                        None => shares.push(Share { file, tensor, place }),
+                        None => {
+                            places.insert(place.clone(), shares.len());
+                            shares.push(Share { file, tensor, place });
+                        }
                     },
                 }
             }
@@ -242,7 +246,7 @@ impl Worker<'_> {
         // A share without a place is a finding already.
         let mut result = Compared { partial: task.unplaced, ..Compared::default() };
         let path = &self.original.files[task.stored.file];
-        let theirs = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let (theirs, _) = regular::open(path).map_err(|e| Error::io("open", path, e))?;
         for (number, share) in task.shares.iter().enumerate() {
             // Reported already: its bytes are not there.
             if self.absent.contains(&share.file.name) {
@@ -271,7 +275,7 @@ impl Worker<'_> {
         theirs: &File,
         result: &mut Compared,
     ) -> std::result::Result<(), Failure> {
-        let ours = File::open(self.dir.join(&share.file.name)).map_err(Failure::Ours)?;
+        let (ours, _) = regular::open(&self.dir.join(&share.file.name)).map_err(Failure::Ours)?;
         let (width, their_width) = (task.parameter.dtype.bytes(), task.stored.dtype.bytes());
         let mut at = share.file.header_bytes + share.tensor.offsets.0;
         let mut runs = share.place.runs();

@@ -261,9 +261,9 @@ fn what_is_no_config_is_refused_with_its_name() {
     let huge = dir.path().join("huge.json");
     fs::File::create(&huge).unwrap().set_len(300 << 20).unwrap();
     let error = convert::extras(&planned(&llama, &bf16()), Some(&huge)).unwrap_err();
-    says(&error, "Output", &["huge.json", "314572800", "268435456"]);
+    says(&error, "Output", &["huge.json", "314572800", "16777216"]);
     let error = convert::extras(&planned(&llama, &bf16()), Some(Path::new("/dev/zero"))).unwrap_err();
-    says(&error, "Output", &["/dev/zero", "no regular file"]);
+    says(&error, "Io", &["/dev/zero", "not a regular file"]);
     let error = convert::extras(&planned(&llama, &bf16()), Some(&dir.path().join("absent.json"))).unwrap_err();
     says(&error, "Io", &["absent.json"]);
 }

@@ -31,6 +31,7 @@ use crate::output::digest::Digest;
 use crate::output::filename::WORK;
 use crate::output::lock::Lock;
 use crate::output::manifest::{FileEntry, OtherFile};
+use crate::regular;
 
 /// The largest file that is read here, in bytes.
 const READ_LIMIT: u64 = 1 << 30;
@@ -88,6 +89,7 @@ impl Work {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
             Err(e) => return Err(Error::io("create", &path, e)),
         };
+        refuse_link(&path)?;
         let mut work = Work { created, ..Self::new(output, ranks, Digest::default()) };
         let joined = work.enter(output, ranks, record, others, same_source);
         match joined {
@@ -133,6 +135,7 @@ impl Work {
     /// Takes the locks of `ranks` of a conversion that has begun.
     pub fn enter_begun(output: &Path, ranks: &[u32], record: &Record) -> Result<Self> {
         let mut work = Self::new(output, ranks, Digest::of(&record.to_bytes()?));
+        refuse_link(&work.path)?;
         let _door = Lock::wait(&work.path.join(LOCK))?;
         work.lock_ranks(output, ranks)?;
         Ok(work)
@@ -222,7 +225,9 @@ impl Work {
     /// Writes a file that is complete and on the disk when it has its name.
     fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let temporary = self.path.join(format!("{name}.{}.tmp", self.owner));
-        let written = File::create(&temporary).and_then(|mut file| {
+        // Never through a link that somebody left under that name, nor into another process's file.
+        remove(&temporary)?;
+        let written = File::create_new(&temporary).and_then(|mut file| {
             file.write_all(bytes)?;
             file.sync_all()
         });
@@ -287,6 +292,7 @@ impl Work {
         if !Self::path_in(output).is_dir() {
             return Ok(());
         }
+        refuse_link(&Self::path_in(output))?;
         match Self::new(output, &[], Digest::default()).remove() {
             // The process that sealed it was just removing it.
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(()),
@@ -353,14 +359,25 @@ fn other_name(index: usize) -> String {
 
 /// The bytes of a file, `None` if there is none.
 fn read(path: &Path) -> Result<Option<Vec<u8>>> {
-    let file = match File::open(path) {
-        Ok(file) => file,
+    let (file, _) = match regular::open(path) {
+        Ok(opened) => opened,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io("open", path, e)),
     };
     let mut bytes = Vec::new();
     file.take(READ_LIMIT).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
     Ok(Some(bytes))
+}
+
+/// Refuses a link in the place of the work folder, whose files are removed in the end.
+fn refuse_link(path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(status) if status.is_symlink() => {
+            let fault = Fault::new("a link in the place of the work folder").file(path);
+            Err(fault.remedy("It is not from a conversion: remove the link, or choose another folder").output())
+        }
+        Ok(_) | Err(_) => Ok(()),
+    }
 }
 
 /// Removes a file, if it is there.

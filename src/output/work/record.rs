@@ -1,10 +1,13 @@
 //! What a conversion into one folder is: the same for every process that takes part in it, today or after a crash.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Fault, Result};
 use crate::gguf::Mark;
 use crate::output::digest::Digest;
+use crate::output::filename;
 use crate::output::manifest::{
     self, FileEntry, Ignored, Manifest, Mapping, OtherFile, Parameter, Policy, Profile, Source, Topology,
 };
@@ -13,6 +16,8 @@ use crate::output::manifest::{
 const FORMAT: &str = "ggshard work";
 /// The version of the format. Another version's work is not continued.
 const FORMAT_VERSION: u32 = 1;
+/// Most ranks, as of a plan.
+const MOST_RANKS: u32 = 1024;
 
 /// Everything about a manifest that is known before the first byte is written, and what identifies the source further.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -181,7 +186,30 @@ impl Record {
         if record.format != FORMAT || record.format_version != FORMAT_VERSION {
             return Err(format!("'{}' of version {}", record.format, record.format_version));
         }
+        record.check()?;
         Ok(record)
+    }
+
+    /// A folder is sealed by its record alone, so nothing that it names may lie elsewhere, and nothing be counted for ever.
+    fn check(&self) -> Result<(), String> {
+        let ranks = self.topology.tp;
+        if !(1..=MOST_RANKS).contains(&ranks) {
+            return Err(format!("{ranks} ranks"));
+        }
+        let files = self.files.iter().map(|file| &file.name).chain(self.others.iter().map(|file| &file.name));
+        let mut seen = HashSet::from([filename::MANIFEST, filename::SUMS]);
+        for name in files.chain(&self.index) {
+            if let Some(objection) = filename::objection(name) {
+                return Err(format!("{objection}: '{name}'"));
+            }
+            if !seen.insert(name) || filename::folder(name) == filename::WORK {
+                return Err(format!("the file '{name}' twice, or under a name that is taken"));
+            }
+        }
+        match self.files.iter().find(|file| file.rank >= ranks) {
+            Some(file) => Err(format!("'{}' for rank {} of {ranks}", file.name, file.rank)),
+            None => Ok(()),
+        }
     }
 
     /// The first difference that forbids to mix files of two conversions: what differs, in this one, in the other one.

@@ -342,7 +342,8 @@ fn name(plan: &Plan, file: &PlannedFile, part: u64, parts: u64) -> String {
     let values = [("rank", file.rank.into()), ("stage", file.stage.into()), ("part", part + first), ("parts", parts)];
     for (key, value) in values {
         name = name.replace(&format!("{{{key}}}"), &value.to_string());
-        for width in 0..=20 {
+        let widths = if name.contains(&format!("{{{key}:0")) { 0..=20 } else { 1..=0 };
+        for width in widths {
             name = name.replace(&format!("{{{key}:0{width}}}"), &format!("{value:0width$}"));
         }
     }

@@ -1,7 +1,6 @@
 //! The original checkpoint: which of its files holds which tensor, where.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +11,7 @@ use crate::error::{Error, Fault, Result};
 use crate::output::filename;
 use crate::output::manifest::{Manifest, READ_LIMIT};
 use crate::output::{SafetensorsHeader, TensorInfo};
+use crate::regular;
 
 /// The tensors of an original checkpoint. Only headers have been read.
 pub(in crate::verify) struct Original {
@@ -83,15 +83,14 @@ impl Original {
 /// Tensor → file, as the index says; `None` where there is no index.
 fn read_index(folder: &Path) -> Result<Option<BTreeMap<String, String>>> {
     let path = folder.join(filename::INDEX);
-    let file = match File::open(&path) {
-        Ok(file) => file,
+    let (file, length) = match regular::open(&path) {
+        Ok(opened) => opened,
         Err(error) if is_absent(&error) => return Ok(None),
         Err(error) => return Err(Error::io("open", &path, error)),
     };
     let fault = |found: String| Fault::new(found).file(&path).checkpoint();
-    let status = file.metadata().map_err(|e| Error::io("look at", &path, e))?;
-    if !status.is_file() || status.len() > READ_LIMIT {
-        return Err(fault(format!("not an index: {} bytes, or no regular file", status.len())));
+    if length > READ_LIMIT {
+        return Err(fault(format!("not an index: {length} bytes")));
     }
     let mut text = Vec::new();
     file.take(READ_LIMIT).read_to_end(&mut text).map_err(|e| Error::io("read", &path, e))?;

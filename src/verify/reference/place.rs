@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::mapping::{CutKind, Matrix};
 
 /// A rectangle of the whole tensor seen as a matrix, and rows of zeros after it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Place {
     pub rows: Range<u64>,
     pub cols: Range<u64>,

@@ -1,0 +1,6 @@
+#![no_main]
+
+#[path = "../../tests/common/drive.rs"]
+mod drive;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| drive::manifest(bytes));
