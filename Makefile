@@ -4,12 +4,13 @@
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
 # make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
+# make test-ray     deploy/ray/convert.py on a real Ray; downloads some 100 MB
 # make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
 # make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
 # GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
-# GGSHARD=PROGRAM has test-vllm use a program that is built already.
+# GGSHARD=PROGRAM has test-vllm and test-ray use a program that is built already.
 
 CARGO  ?= cargo
 PYTHON ?= python3
@@ -17,6 +18,7 @@ TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
 VENV   := .venv
 TORCH  := .venv-transformers
 VLLM   := .venv-vllm
+RAY    := .venv-ray
 
 # The package as `make wheel` left it.
 WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET)/wheels/ggshard-*.whl
@@ -24,7 +26,7 @@ WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-crash test-browser example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser example clean
 .NOTPARALLEL:
 
 help:
@@ -73,6 +75,10 @@ test-vllm: $(if $(GGSHARD),,build) $(VLLM)/.installed wheel
 	$(VLLM)/bin/python -B -m pytest python/tests/test_vllm.py python/tests/test_torch.py -p no:cacheprovider --basetemp=$(TARGET)/pytest-package
 	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(VLLM)/bin/python -B -m pytest tests/vllm -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-vllm
 
+test-ray: $(if $(GGSHARD),,build) $(RAY)/.installed
+	mkdir -p $(TARGET)
+	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(RAY)/bin/python -B -m pytest tests/ray -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-ray
+
 test-crash: build
 	$(PYTHON) -B tests/crash/harness.py --bin $(TARGET)/release/ggshard
 
@@ -88,7 +94,8 @@ example: build
 # Complete or not there: the mark is set last, and an environment without it is made anew.
 $(VENV)/.installed: tests/python/requirements.txt
 $(TORCH)/.installed: tests/transformers/requirements.txt
-$(VENV)/.installed $(TORCH)/.installed:
+$(RAY)/.installed: tests/ray/requirements.txt
+$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed:
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
@@ -104,4 +111,4 @@ $(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt
 
 clean:
 	$(CARGO) clean
-	rm -rf $(VENV) $(TORCH) $(VLLM)
+	rm -rf $(VENV) $(TORCH) $(VLLM) $(RAY)

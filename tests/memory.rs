@@ -31,6 +31,10 @@ fn write(path: &Path, tensors: usize, mib: usize) {
 
 /// The most that a conversion held at once, beyond what was held before.
 fn peak(io: Io, tensors: usize, mib: usize, tp: u32) -> usize {
+    peak_with(io, tensors, mib, tp, Options { threads: 2, ..Options::default() })
+}
+
+fn peak_with(io: Io, tensors: usize, mib: usize, tp: u32, options: Options) -> usize {
     let temp = tempfile::tempdir().unwrap();
     let source = temp.path().join("large.gguf");
     write(&source, tensors, mib);
@@ -39,7 +43,6 @@ fn peak(io: Io, tensors: usize, mib: usize, tp: u32) -> usize {
     let request = Request { mapping: Some("raw".into()), tp, ..Request::default() };
     let opening = OpenOptions { io, ..OpenOptions::default() };
     let planned = plan_set(GgufSet::open_with(&source, opening).unwrap(), &request).unwrap();
-    let options = Options { threads: 2, ..Options::default() };
     convert(&planned, &temp.path().join("out"), options, &Extras::default(), &|_| {}).unwrap();
     PEAK.load(Ordering::Relaxed) - before
 }
@@ -58,5 +61,12 @@ fn peak_memory_does_not_grow_with_model_or_tensor() {
             assert!(bytes < 8 * MIB, "{io:?}, {what}: {bytes} bytes");
             assert!(bytes < small + MIB, "{io:?}, {what}: {bytes} bytes, a small file takes {small}");
         }
+    }
+    // Many workers, each with buffers of its own, within what they may take together.
+    for (threads, buffers) in [(64, 16 * MIB), (64, 4 * MIB), (3, MIB)] {
+        let options = Options { threads, buffer_bytes: buffers as u64, ..Options::default() };
+        let bytes = peak_with(Io::Pread, 24, 8, 4, options);
+        eprintln!("{threads} workers, buffers of {buffers} bytes: {bytes} bytes");
+        assert!(bytes < buffers + 2 * MIB, "{threads} workers, buffers of {buffers} bytes: {bytes} bytes");
     }
 }

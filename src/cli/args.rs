@@ -174,6 +174,10 @@ pub struct Convert {
     /// Number of threads. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
+    /// The most memory that buffers may take. What a plan and a manifest take comes on top: some hundred bytes per tensor and
+    /// rank.
+    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size)]
+    pub mem_limit: u64,
     /// Let NaN, infinite and overflowing values through; they are counted in the manifest.
     #[arg(long)]
     pub allow_nonfinite: bool,

@@ -144,6 +144,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     let mut options = engine::Options {
         ranks,
         threads: args.threads,
+        buffer_bytes: args.mem_limit,
         allow_nonfinite: args.allow_nonfinite,
         track_reads: args.track_reads,
         hash_source: args.hash_source,

@@ -25,6 +25,9 @@ pub struct Options {
     pub threads: usize,
     /// About how many bytes of output a tile makes. The default stays in a second-level cache.
     pub tile_bytes: u64,
+    /// The most bytes that the workers' buffers may take together: with many workers tiles become smaller, and with very
+    /// many there are fewer workers.
+    pub buffer_bytes: u64,
     /// How many bytes of the sources are requested ahead of the workers.
     pub readahead: u64,
     /// Whether NaN, infinities and overflows are let through (and counted).
@@ -39,7 +42,25 @@ pub struct Options {
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
+/// Tiles are not made smaller than this to save memory: there would be more to do around them than in them.
+const SMALLEST_TILE: u64 = 64 << 10;
+/// The most that a worker's buffers take, in tiles: a transposed tile is up to four tiles large, and there are its values,
+/// the same as `f32` before they are bf16, and turned.
+const TILES_PER_WORKER: u64 = 16;
+
 impl Options {
+    /// The number of workers, and bytes of output per tile, that stay within [`Options::buffer_bytes`].
+    fn share_buffers(&self) -> (usize, u64) {
+        let threads = match self.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        };
+        let tiles = self.buffer_bytes / TILES_PER_WORKER;
+        let smallest = SMALLEST_TILE.min(self.tile_bytes).max(1);
+        let threads = threads.min(usize::try_from(tiles / smallest).unwrap_or(usize::MAX)).max(1);
+        (threads, self.tile_bytes.min(tiles / threads as u64).max(smallest))
+    }
+
     /// Refuses to go on once [`Options::cancel`] is set.
     pub(crate) fn check_cancel(&self) -> Result<()> {
         check_cancel(self.cancel.as_deref())
@@ -61,6 +82,7 @@ impl Default for Options {
             skip: Vec::new(),
             threads: 0,
             tile_bytes: 512 << 10,
+            buffer_bytes: 128 << 20,
             readahead: 64 << 20,
             allow_nonfinite: false,
             track_reads: false,
@@ -91,6 +113,8 @@ pub struct Engine<'a> {
 impl<'a> Engine<'a> {
     /// Binds a plan to the set that it was made for.
     pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
+        let (threads, tile_bytes) = options.share_buffers();
+        let options = Options { threads, tile_bytes, ..options };
         Engine { plan, set, options, observer: None }
     }
 
@@ -255,7 +279,7 @@ impl Queue<'_> {
                 continue;
             }
             self.ahead.advance(self.engine, self.param, self.wanted);
-            let target = self.engine.options.tile_bytes.max(1) / param.dtype.bytes();
+            let target = self.engine.options.tile_bytes / param.dtype.bytes();
             let index = self.param as u32;
             let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
             for job in jobs(self.engine.plan, index, joining, self.wanted) {
@@ -336,4 +360,28 @@ fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u3
         }
     }
     spans.into_iter()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_shared_without_a_worker_too_many() {
+        let share = |threads, tile_bytes, buffer_bytes| {
+            Options { threads, tile_bytes, buffer_bytes, ..Options::default() }.share_buffers()
+        };
+        const MIB: u64 = 1 << 20;
+        assert_eq!(share(2, MIB / 2, 128 * MIB), (2, MIB / 2));
+        assert_eq!(share(16, MIB / 2, 128 * MIB), (16, MIB / 2));
+        assert_eq!(share(64, MIB / 2, 128 * MIB), (64, MIB / 8));
+        assert_eq!(share(1000, MIB / 2, 128 * MIB), (128, MIB / 16));
+        assert_eq!(share(8, MIB / 2, 16 * MIB), (8, MIB / 8));
+        assert_eq!(share(8, MIB / 2, 0), (1, MIB / 16));
+        assert_eq!(share(3, 512, 128 * MIB), (3, 512));
+        for (threads, buffer_bytes) in [(1, MIB), (7, 3 * MIB), (333, 64 * MIB), (4096, 1 << 30)] {
+            let (workers, tile) = share(threads, MIB / 2, buffer_bytes);
+            assert!(workers as u64 * tile * TILES_PER_WORKER <= buffer_bytes.max(MIB), "{threads} {buffer_bytes}");
+        }
+    }
 }

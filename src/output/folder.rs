@@ -102,15 +102,20 @@ enum Found {
 impl OutputFolder {
     /// Takes the folder at `path` for some ranks. It is created, or must be empty, or hold work that may be continued.
     pub fn claim(path: &Path, claim: &Claim<'_>) -> Result<Claimed> {
-        let Claim { ranks, record, others, sources, resume, keep, same_source } = *claim;
+        let Claim { ranks, record, sources, resume, .. } = *claim;
         let every_rank = ranks.len() == record.topology.tp as usize;
         match look(path, sources)? {
             Found::Nothing => {}
             Found::Unfinished if resume || !every_rank => {}
             Found::Unfinished => return Err(unfinished(path, "an unfinished conversion")),
-            Found::Sealed if resume => return Self::sealed(path, claim),
-            Found::Sealed => return Err(occupied(path, format!("a checkpoint, '{}'", filename::MANIFEST))),
+            Found::Sealed => return Self::sealed(path, claim),
         }
+        Self::enter(path, claim)
+    }
+
+    /// Takes the ranks of a folder that was not sealed when it was looked at.
+    fn enter(path: &Path, claim: &Claim<'_>) -> Result<Claimed> {
+        let Claim { ranks, record, others, resume, keep, same_source, .. } = *claim;
         let mut created: Vec<PathBuf> = Vec::new();
         let mut at = Some(path);
         while let Some(folder) = at.filter(|f| !f.as_os_str().is_empty() && !f.exists()) {
@@ -118,13 +123,19 @@ impl OutputFolder {
             at = folder.parent();
         }
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
-        let work = match Work::join(path, ranks, record, others, same_source) {
+        let mut work = match Work::join(path, ranks, record, others, same_source) {
             Ok(work) => work,
             Err(error) => {
                 created.iter().for_each(|folder| _ = fs::remove_dir(folder));
                 return Err(error);
             }
         };
+        // Who seals takes these locks too. So if there is a manifest, it came since the look and before the locks, and
+        // this work folder is a new one: to go on would make the ranks again, and take them from a checkpoint.
+        if path.join(filename::MANIFEST).is_file() {
+            work.leave(false);
+            return Self::sealed(path, claim);
+        }
         let folder = Self::new(path, work, record, created, keep);
         if !resume {
             folder.refuse_remains(record, ranks)?;
@@ -150,8 +161,11 @@ impl OutputFolder {
         self.keep.store(keep, Ordering::Relaxed);
     }
 
-    /// The manifest of a folder that is sealed already, if it is this conversion's.
+    /// The manifest of a folder that is sealed already, if it is this conversion's and may go on.
     fn sealed(path: &Path, claim: &Claim<'_>) -> Result<Claimed> {
+        if !claim.resume {
+            return Err(occupied(path, format!("a checkpoint, '{}'", filename::MANIFEST)));
+        }
         let manifest = Manifest::read(path)?;
         if let Some((what, this, other)) = claim.record.difference(&Record::of_sealed(&manifest, claim.record)) {
             return Err(Fault::new(format!("this conversion's {what} is {this}"))
@@ -536,6 +550,35 @@ mod tests {
             assert_eq!(finished.len(), FILES.len(), "after {dies_after} steps");
             folder.commit(&FILES, &others, b"sums", b"manifest").unwrap();
             assert!(complete() && is(filename::MANIFEST) && !is(filename::WORK), "after {dies_after} steps");
+        }
+    }
+
+    /// A process that has looked at a folder which is then sealed by another one takes nothing from the checkpoint.
+    #[test]
+    fn whoever_comes_as_it_is_sealed_leaves_the_checkpoint_alone() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("out");
+        let folder = claim(&path, false);
+        fill(&folder);
+        folder.commit(&FILES, &[("config.json".to_owned(), b"{}".to_vec())], b"sums", b"manifest").unwrap();
+        let record = record();
+        for resume in [false, true] {
+            let claim = Claim {
+                ranks: &[0],
+                record: &record,
+                others: &[],
+                sources: &[],
+                resume,
+                keep: true,
+                same_source: false,
+            };
+            // As if the look had been before the commit. The manifest of this test is none, so neither goes on.
+            OutputFolder::enter(&path, &claim).unwrap_err();
+            let is = |name: &str| path.join(name).is_file();
+            assert!(
+                FILES.iter().all(|name| is(name)) && is("config.json") && is(filename::SUMS) && is(filename::MANIFEST)
+            );
+            assert!(!path.join(filename::WORK).exists());
         }
     }
 

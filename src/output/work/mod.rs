@@ -274,17 +274,13 @@ impl Work {
                 return Ok(());
             }
         }
-        self.clear(&names)?;
-        drop(door);
-        Ok(())
+        self.clear(&names, door)
     }
 
     /// Removes the folder: the manifest is there.
     pub fn remove(&mut self) -> Result<()> {
-        let _door = Lock::wait(&self.path.join(LOCK))?;
-        self.clear(&self.names()?)?;
-        self.locks.clear();
-        Ok(())
+        let door = Lock::wait(&self.path.join(LOCK))?;
+        self.clear(&self.names()?, door)
     }
 
     /// Removes the work folder of a sealed folder, where a crash has left it.
@@ -294,18 +290,26 @@ impl Work {
         }
         refuse_link(&Self::path_in(output))?;
         match Self::new(output, &[], Digest::default()).remove() {
-            // The process that sealed it was just removing it.
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(()),
+            // Another process is just removing it, or has come and will see that there is nothing to do.
+            Err(Error::Io { source, .. })
+                if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) =>
+            {
+                Ok(())
+            }
             result => result,
         }
     }
 
     /// Removes the files and the folder, the record first: without it nothing else counts.
-    fn clear(&self, names: &[String]) -> Result<()> {
+    fn clear(&mut self, names: &[String], door: Option<Lock>) -> Result<()> {
         remove(&self.path.join(RECORD))?;
         for name in names {
             remove(&self.path.join(name))?;
         }
+        // NFS and FUSE keep a file that is removed while it is open, under another name in the same folder, until it is
+        // closed. Whoever joins after that has files in the folder, and it stays.
+        self.locks.clear();
+        drop(door);
         fs::remove_dir(&self.path).map_err(|e| Error::io("remove", &self.path, e))
     }
 
