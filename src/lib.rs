@@ -1,6 +1,7 @@
 //! ggshard turns a GGUF model into pre-sharded, per-rank tensor-parallel safetensors, and proves that it did so
 //! correctly: every source tensor is placed by a rule or ignored by a rule, or nothing is written.
 
+pub mod bench;
 pub mod check;
 pub mod convert;
 pub mod dequant;

@@ -33,6 +33,8 @@ pub enum Command {
     Seal(Seal),
     /// Check a converted folder: every file and tensor against the manifest, and on request against the source.
     Verify(Verify),
+    /// Measure what limits conversions on this machine, and how near one comes to the limit.
+    Bench(Bench),
     /// List the built-in mappings, or show one: which models it is for and its rules.
     Mappings(Library),
     /// List the built-in profiles, or show one: which stack it is for, what it was checked against, the launch it assumes.
@@ -232,6 +234,30 @@ pub struct Verify {
     #[arg(long, value_name = "R")]
     pub rank: Option<u32>,
     /// Number of threads. Default: one per CPU.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub threads: usize,
+    /// Print one JSON document.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard bench`
+#[derive(Debug, clap::Args)]
+pub struct Bench {
+    /// Where files are written and read, as conversions would; they are removed. A folder that exists.
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub dir: PathBuf,
+    /// Bytes of the files that are written and read.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
+    pub size: u64,
+    /// Also convert this GGUF into DIR, three times for each --tp.
+    #[arg(long, value_name = "SRC")]
+    pub source: Option<PathBuf>,
+    /// Numbers of ranks for the conversion.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8",
+        value_parser = clap::value_parser!(u32).range(1..))]
+    pub tp: Vec<u32>,
+    /// Number of threads for the conversion. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
     /// Print one JSON document.

@@ -4,6 +4,7 @@
 //! 130 and 143 ended by SIGINT and SIGTERM.
 
 mod args;
+mod bench;
 mod library;
 mod page;
 mod progress;

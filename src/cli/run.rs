@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Seal, Verify};
 use super::signals::Signals;
-use super::{library, page, progress, sigbus, signals};
+use super::{bench, library, page, progress, sigbus, signals};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -27,6 +27,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Convert(args) => convert(&args),
         Command::Seal(args) => seal(&args),
         Command::Verify(args) => verify(&args),
+        Command::Bench(args) => bench::bench(&args),
         Command::Mappings(args) => library::mappings(&args),
         Command::Profiles(args) => library::profiles(&args),
         Command::Completions { shell } => {
