@@ -6,6 +6,7 @@
 # make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
 # make test-ray     deploy/ray/convert.py on a real Ray; downloads some 100 MB
 # make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
+# make bench-peers        conversions next to what people use, with packages of PyPI; some minutes, on a quiet machine
 # make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
@@ -18,6 +19,7 @@ TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
 VENV   := .venv
 TORCH  := .venv-transformers
 VLLM   := .venv-vllm
+PEERS  := .venv-peers
 RAY    := .venv-ray
 
 # The package as `make wheel` left it.
@@ -26,7 +28,7 @@ WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser bench-peers example clean
 .NOTPARALLEL:
 
 help:
@@ -86,6 +88,9 @@ test-browser:
 	$(CARGO) build --locked
 	$(PYTHON) -B tests/browser/check.py $(TARGET)/debug/ggshard
 
+bench-peers: build $(PEERS)/.installed
+	$(PEERS)/bin/python -B benches/peers/compare.py --ggshard $(TARGET)/release/ggshard
+
 example: build
 	rm -rf $(EXAMPLE_FOLDER)
 	$(TARGET)/release/ggshard convert $(EXAMPLE_MODEL) $(EXAMPLE_FOLDER) --tp 2
@@ -111,4 +116,4 @@ $(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt
 
 clean:
 	$(CARGO) clean
-	rm -rf $(VENV) $(TORCH) $(VLLM) $(RAY)
+	rm -rf $(VENV) $(TORCH) $(VLLM) $(PEERS) $(RAY)
