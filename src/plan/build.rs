@@ -15,7 +15,7 @@ use crate::mapping::{CutKind, Model, Part, PinnedDtype, Profile, Weight};
 const MOST_RANKS: u32 = 1024;
 /// Most pieces of one plan, and most shares of weights on ranks; GLM-5 has about half a million at tp 8 and four at tp 64.
 /// Time and memory of a plan are proportional to these.
-const MOST_PIECES: u64 = 1 << 22;
+const MOST_PIECES: u64 = 1 << 23;
 /// Most elements of all sources together (zero-sized axes counted as one), and most bytes of all output: far beyond any
 /// model, and so far below 2^64 that no sum over a plan overflows.
 const MOST_ELEMENTS: u64 = 1 << 48;
