@@ -6,7 +6,8 @@
 # make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
 # make test-ray     deploy/ray/convert.py on a real Ray; downloads some 100 MB
 # make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
-# make bench-peers        conversions next to what people use, with packages of PyPI; some minutes, on a quiet machine
+# make bench-peers        conversions and decoders next to what people use, with packages of PyPI; half an hour, on a quiet machine
+# make bench-evidence     conversions next to what the machine can do: the tables of docs/performance.md; some minutes
 # make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
@@ -28,7 +29,7 @@ WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser bench-peers example clean
+.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser bench-peers bench-evidence example clean
 .NOTPARALLEL:
 
 help:
@@ -88,8 +89,14 @@ test-browser:
 	$(CARGO) build --locked
 	$(PYTHON) -B tests/browser/check.py $(TARGET)/debug/ggshard
 
-bench-peers: build $(PEERS)/.installed
+bench-peers: build $(PEERS)/.installed $(PEERS)/ggml.so
 	$(PEERS)/bin/python -B benches/peers/compare.py --ggshard $(TARGET)/release/ggshard
+	GGML_LIBRARY=$(abspath $(PEERS)/ggml.so) $(CARGO) bench --locked --bench ggml
+
+# MODEL=FILE measures with another one.
+bench-evidence: build $(if $(MODEL),,$(PEERS)/.installed)
+	$(if $(MODEL),,test -e $(TARGET)/peers/llama-q4_k_m.gguf || $(PEERS)/bin/python -B benches/peers/model.py $(TARGET)/peers/llama-q4_k_m.gguf)
+	$(PYTHON) -B benches/evidence.py $(or $(MODEL),$(TARGET)/peers/llama-q4_k_m.gguf) --ggshard $(TARGET)/release/ggshard
 
 example: build
 	rm -rf $(EXAMPLE_FOLDER)
@@ -100,11 +107,16 @@ example: build
 $(VENV)/.installed: tests/python/requirements.txt
 $(TORCH)/.installed: tests/transformers/requirements.txt
 $(RAY)/.installed: tests/ray/requirements.txt
-$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed:
+$(PEERS)/.installed: benches/peers/requirements.txt
+$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed $(PEERS)/.installed:
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
+
+# ggml's row functions alone, at this machine's instruction set.
+$(PEERS)/ggml.so: $(PEERS)/.installed benches/peers/build_ggml.py
+	$(PEERS)/bin/python -B benches/peers/build_ggml.py $@
 
 # pip cannot replace what a package asks for; uv can.
 $(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt

@@ -1,13 +1,15 @@
 //! What a conversion consists of, each part alone: decoding, hashing and writing of the same bytes.
 //!
 //! ```sh
-//! cargo bench --bench parts -- model.gguf --write /dev/shm [--threads 1,2] [--rounds 5] [--json]
+//! cargo bench --bench parts -- model.gguf --write /dev/shm [--output BYTES] [--files 8] [--threads 1,2] [--rounds 5] [--json]
 //! ```
 //!
 //! `decode` decodes every weight of the model to bf16, from the page cache, in tiles of 512 KiB like the engine's. `hash` is
-//! BLAKE3 of as many bytes, once, over such a tile in the cache. `write` writes as many bytes from such a tile to a new file
-//! in the folder, without fsync, and removes it. `both` decodes each tile and hashes it twice, as a conversion does, for a
-//! tensor's and a file's digest. What a conversion must cost is decode + 2 hash + write.
+//! BLAKE3 of the output's bytes, once, over such a tile in the cache. `write` writes the output's bytes from such a tile to
+//! new files in the folder, as many to each, without fsync, and removes them. `both` decodes each tile and hashes it twice,
+//! as a conversion does, for a tensor's and a file's digest. What a conversion must cost is decode + 2 hash + write.
+//!
+//! `--output` is for conversions whose output is not two bytes per weight: weights that every rank holds, say.
 //!
 //! Wall and CPU time per part and number of threads, in turns; medians, least and most.
 
@@ -15,7 +17,7 @@ use std::fs::File;
 use std::hint::black_box;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use ggshard::dequant::{Dequantizer, FloatType, Simd};
@@ -24,7 +26,8 @@ use ggshard::gguf::{GgufSet, Io, OpenOptions};
 const TILE: usize = 512 << 10;
 
 fn main() {
-    let (mut model, mut folder, mut threads, mut rounds, mut json) = (None, None, vec![1, 2], 5, false);
+    let (mut model, mut folder, mut output, mut files) = (None, None, None, 1);
+    let (mut threads, mut rounds, mut json) = (vec![1, 2], 5, false);
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let mut value = || args.next().unwrap_or_else(|| panic!("{arg} takes a value"));
@@ -32,6 +35,8 @@ fn main() {
             "--bench" => {} // from cargo
             "--json" => json = true,
             "--write" => folder = Some(PathBuf::from(value())),
+            "--output" => output = Some(value().parse().expect("a number of bytes")),
+            "--files" => files = value().parse().expect("a number of files"),
             "--rounds" => rounds = value().parse().expect("a number of rounds"),
             "--threads" => threads = value().split(',').map(|n| n.parse().expect("a number of threads")).collect(),
             _ => model = Some(PathBuf::from(arg)),
@@ -46,13 +51,15 @@ fn main() {
     let work = Work::new(&set);
 
     let mut parts: Vec<Part> = Vec::new();
-    for &threads in &threads {
-        for name in ["decode", "hash", "write", "both"] {
+    for name in ["write", "decode", "hash", "both"] {
+        for &threads in &threads {
             if name != "write" || folder.is_some() {
                 parts.push(Part { name, threads, times: Vec::new() });
             }
         }
     }
+    let bytes = output.unwrap_or(work.weights as u64 * 2);
+    let length = |tile: u64| (bytes - tile * TILE as u64).min(TILE as u64) as usize;
     work.run(1, |tile, scratch, buffer| work.decode(tile, scratch, buffer)); // into the page cache
     for _ in 0..rounds {
         for part in &mut parts {
@@ -60,7 +67,9 @@ fn main() {
                 "decode" => {
                     timed(|| work.run(part.threads, |tile, scratch, buffer| work.decode(tile, scratch, buffer)))
                 }
-                "hash" => timed(|| work.run(part.threads, |tile, _, buffer| hash(&buffer[..tile.weights * 2]))),
+                "hash" => timed(|| {
+                    on_tiles(bytes.div_ceil(TILE as u64), part.threads, |tile, _, buffer| hash(&buffer[..length(tile)]))
+                }),
                 "both" => timed(|| {
                     work.run(part.threads, |tile, scratch, buffer| {
                         work.decode(tile, scratch, buffer);
@@ -69,22 +78,24 @@ fn main() {
                     })
                 }),
                 _ => {
-                    let path = folder.as_ref().expect("asked for above").join(format!("parts.{}", std::process::id()));
-                    let file = File::create_new(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                    let folder = folder.as_ref().expect("asked for above");
+                    let paths: Vec<_> =
+                        (0..files).map(|i| folder.join(format!("parts.{}.{i}", std::process::id()))).collect();
+                    let open = |path| File::create_new(path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
+                    let all: Vec<File> = paths.iter().map(open).collect();
                     let time = timed(|| {
-                        work.run(part.threads, |tile, _, buffer| {
-                            file.write_all_at(&buffer[..tile.weights * 2], tile.at as u64 * 2)
-                                .expect("room for the output");
+                        on_tiles(bytes.div_ceil(TILE as u64), part.threads, |tile, _, buffer| {
+                            let (file, at) = (tile % files, tile / files * TILE as u64);
+                            all[file as usize].write_all_at(&buffer[..length(tile)], at).expect("room for the output");
                         })
                     });
-                    std::fs::remove_file(&path).expect("it was made here");
+                    paths.iter().for_each(|path| std::fs::remove_file(path).expect("it was made here"));
                     time
                 }
             };
             part.times.push(time);
         }
     }
-    let bytes = work.weights * 2;
     if json {
         let parts: Vec<_> = parts
             .iter()
@@ -93,7 +104,7 @@ fn main() {
         println!("{}", serde_json::json!({"bytes": bytes, "rounds": rounds, "parts": parts}));
         return;
     }
-    println!("{} weights, {bytes} bytes of bf16, {rounds} rounds: seconds (least–most)\n", work.weights);
+    println!("{} weights, {bytes} bytes of output, {rounds} rounds: seconds (least–most)\n", work.weights);
     println!("| part | threads | wall | CPU | GB/s per CPU second |\n|---|---:|---:|---:|---:|");
     for part in &parts {
         let (wall, cpu) = (spread(part, |time| time.0), spread(part, |time| time.1));
@@ -119,8 +130,6 @@ struct Tile {
     start: u64,
     bytes: u64,
     weights: usize,
-    /// Weights before this tile in the output.
-    at: usize,
 }
 
 struct Work<'a> {
@@ -132,7 +141,7 @@ struct Work<'a> {
 impl<'a> Work<'a> {
     fn new(set: &'a GgufSet) -> Self {
         let mut tiles = Vec::new();
-        let mut at = 0;
+        let mut total = 0;
         for (tensor, source) in set.tensors().iter().enumerate() {
             if Dequantizer::new(source.ty, Simd::detect()).is_none() {
                 continue;
@@ -143,11 +152,11 @@ impl<'a> Work<'a> {
             for first in (0..all).step_by(most) {
                 let weights = most.min(all - first);
                 let bytes = |weights: usize| (weights / block) as u64 * source.ty.block_bytes();
-                tiles.push(Tile { tensor, start: bytes(first), bytes: bytes(weights), weights, at });
-                at += weights;
+                tiles.push(Tile { tensor, start: bytes(first), bytes: bytes(weights), weights });
+                total += weights;
             }
         }
-        Work { set, tiles, weights: at }
+        Work { set, tiles, weights: total }
     }
 
     fn decode(&self, tile: &Tile, scratch: &mut Vec<u8>, buffer: &mut [u8]) {
@@ -158,20 +167,31 @@ impl<'a> Work<'a> {
         decoder.decode(black_box(blocks), FloatType::BF16, black_box(&mut buffer[..tile.weights * 2]));
     }
 
-    /// Does something with every tile, each thread with a buffer of its own that it has touched before.
+    /// Does something with every tile.
     fn run(&self, threads: usize, work: impl Fn(&Tile, &mut Vec<u8>, &mut [u8]) + Sync) {
-        let next = AtomicUsize::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|| {
-                    let (mut scratch, mut buffer) = (Vec::new(), vec![1; TILE]);
-                    while let Some(tile) = self.tiles.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        work(tile, &mut scratch, &mut buffer);
-                    }
-                });
-            }
+        on_tiles(self.tiles.len() as u64, threads, |tile, scratch, buffer| {
+            work(&self.tiles[tile as usize], scratch, buffer);
         });
     }
+}
+
+/// Does something so many times, each thread with buffers of its own that it has touched before.
+fn on_tiles(count: u64, threads: usize, work: impl Fn(u64, &mut Vec<u8>, &mut [u8]) + Sync) {
+    let next = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let (mut scratch, mut buffer) = (Vec::new(), vec![1; TILE]);
+                loop {
+                    let tile = next.fetch_add(1, Ordering::Relaxed);
+                    if tile >= count {
+                        break;
+                    }
+                    work(tile, &mut scratch, &mut buffer);
+                }
+            });
+        }
+    });
 }
 
 fn hash(bytes: &[u8]) {

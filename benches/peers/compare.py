@@ -13,7 +13,8 @@ quantized), one of 1.2 GB is made first (model.py) and kept in --cache. Ways:
 
 Each way is a process of its own, from start to end, with the source in the page cache. To --tmpfs, nobody waits for a disk. To
 --disk, everybody's files are synced before the clock stops: ggshard does it always, the others when asked to. In each round
-every way has its turn, in an order that changes. Times are of the clock and of all CPUs (getrusage of the child). Before
+every way has its turn, in an order that changes. Before each turn memory is touched and freed (--warm): in a virtual machine a
+page that the host has taken back costs several times as much as one that it has not. Times are of the clock and of all CPUs (getrusage of the child). Before
 anything is measured, all tensors of the first two ways and of libgguf are compared by digest, tensor by tensor.
 """
 import argparse
@@ -31,6 +32,7 @@ import threading
 import time
 from pathlib import Path
 
+POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
 HERE = Path(__file__).resolve().parent
 
 
@@ -45,6 +47,13 @@ def ways(a, tp, synced):
     if a.with_transformers and tp == 1:
         made["transformers"] = [sys.executable, "-B", HERE / "by_transformers.py", a.model] + ["--fsync"] * synced
     return {name: command for name, command in made.items() if name in a.ways}
+
+
+def warm(size):
+    """Has the host give this machine memory, which is free again at the end."""
+    if size:
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(POPULATE_WRITE)
 
 
 def run(command, folder):
@@ -136,13 +145,13 @@ def main():
     parser.add_argument("--disk", type=Path, help="default: the folder of --cache. An empty string: not to a disk")
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / "target/peers", help="where the model is made and kept")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["ggshard", "gguf-py", "libgguf", "transformers"])
+    parser.add_argument("--warm", type=lambda text: int(float(text) * 1e9), default=10 * 10**9, metavar="GB", help="0: none")
     parser.add_argument("--with-transformers", action="store_true", help="needs torch and transformers: several GB")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     if a.model is None:
         a.model = a.cache / "llama-q4_k_m.gguf"
         if not a.model.exists():
-            a.cache.mkdir(parents=True, exist_ok=True)
             subprocess.run([sys.executable, "-B", HERE / "model.py", a.model], check=True)
     to = {"tmpfs": a.tmpfs}
     if a.disk is None:
@@ -163,6 +172,7 @@ def main():
                 folder = base / f"ggshard-peers-{os.getpid()}"
                 all_ways = list(ways(a, tp, where != "tmpfs").items())
                 for name, command in all_ways[turn % len(all_ways):] + all_ways[:turn % len(all_ways)]:
+                    warm(a.warm)
                     try:
                         took = run(command, folder)
                     finally:

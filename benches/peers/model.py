@@ -57,6 +57,7 @@ def content(random, rows, columns, kind):
 
 def write(path, blocks):
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     writer = GGUFWriter(unfinished, "llama")
     writer.add_name("Random weights in the shapes of Llama 3")

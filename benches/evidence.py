@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""ggshard next to what the machine can do: every table of docs/performance.md but those of peers and decoders.
+
+    evidence.py MODEL.gguf --ggshard PROGRAM [--parts PROGRAM] [--rounds 5] [--tmpfs DIR] [--disk DIR] [--only cost,cold,...] [--json]
+
+`make bench-evidence` runs it. --parts is the program of benches/parts.rs; by default cargo builds it. Needs nothing
+but Python, and b3sum for one table. What is compared takes turns, and ratios are taken within a round. Before each turn the memory that it needs is touched and freed (--warm), since
+in a virtual machine a page that the host has taken back costs several times as much as one that it has not. Tables:
+
+    cost     CPU seconds of a conversion to --tmpfs, and of its parts alone, for the same bytes
+    cold     wall seconds of a conversion from a cold source to --disk, of reading the source cold, of writing the output synced
+    verify   ggshard verify and b3sum over the same files in --tmpfs
+    memory   the most anonymous memory of a conversion
+    plan     planning GLM-5 at full size from its header
+"""
+import argparse
+import json
+import mmap
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
+HEADER = ROOT / "fixtures/container/plan/glm-5-744b-q4_k_m.header.gguf"
+
+
+def run(command, watch=None):
+    """Wall and CPU seconds of a program, and what it printed. `watch` is called with its process id, on another thread."""
+    began = time.perf_counter()
+    child = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    threads = [threading.Thread(target=lambda: child.stderr.read())]
+    if watch:
+        threads.append(threading.Thread(target=watch, args=(child.pid,)))
+    for thread in threads:
+        thread.start()
+    said = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    wall = time.perf_counter() - began
+    for thread in threads:
+        thread.join()
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"failed with {child.returncode}: {' '.join(map(str, command))}")
+    return wall, usage.ru_utime + usage.ru_stime, said.decode()
+
+
+def built(bench):
+    """The program of a benchmark, built by cargo."""
+    command = ["cargo", "bench", "--locked", "--no-run", "--quiet", "--bench", bench, "--message-format", "json"]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = [message["executable"] for message in map(json.loads, said.splitlines()) if message.get("executable")]
+    return Path(found[-1])
+
+
+def warm(size):
+    """Has the host give this machine memory, which is free again at the end."""
+    if size:
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(POPULATE_WRITE)
+
+
+def convert(a, tp, folder, *more, watch=None):
+    """Wall and CPU seconds, and the bytes that were written."""
+    shutil.rmtree(folder, ignore_errors=True)
+    warm(a.warm)
+    wall, cpu, said = run([a.ggshard, "convert", a.model, folder, "--tp", tp, "--json", *more], watch)
+    return wall, cpu, sum(path.stat().st_size for path in folder.rglob("*.safetensors")), said
+
+
+def evict(paths):
+    """Takes files out of the page cache. They must be synced."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def cost(a):
+    """Parts are measured with one thread, so that no part pays for waiting on another thread."""
+    rows = []
+    once = None
+    for tp in a.tp:
+        folder = a.tmpfs / f"evidence-{os.getpid()}"
+        measured = []
+        for _ in range(a.rounds):
+            wall, used, output, _ = convert(a, tp, folder)
+            files = len(list(folder.rglob("*.safetensors")))
+            shutil.rmtree(folder)
+            once = once or output  # a tensor's digest is made once for all ranks that hold the same
+            command = [a.parts, a.model, "--write", a.tmpfs, "--output", output, "--files", files, "--rounds", 1, "--json"]
+            warm(a.warm)
+            parts = {
+                (part["part"], part["threads"]): part["wall_and_cpu"][0]
+                for part in json.loads(run(command)[2])["parts"]
+            }
+            hashes = (once + output) / output
+            row = {"wall": wall, "cpu": used, "output": output}
+            for threads in 1, 2:
+                row[f"decode {threads}"] = parts["decode", threads][1]
+                row[f"hash {threads}"] = parts["hash", threads][1] * hashes
+                row[f"write {threads}"] = parts["write", threads][1]
+            row["scaling"] = parts["both", 1][0] / parts["both", 2][0]
+            measured.append(row)
+        rows.append((tp, measured))
+    text = ["| tp | output GB | convert: wall s | convert: CPU s | decode | hash | write | of the sum, 1 thread | of the sum, 2 threads | decode and hash, 1 → 2 threads |",
+            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    for tp, measured in rows:
+        def all_of(key):
+            return [row[key] for row in measured]
+
+        def shares(threads):
+            return [sum(row[f"{part} {threads}"] for part in ("decode", "hash", "write")) / row["cpu"] for row in measured]
+
+        cells = [tp, f"{measured[0]['output'] / 1e9:.2f}", spread(all_of("wall")), spread(all_of("cpu"))]
+        cells += [f"{spread(all_of(f'{part} 1'))}; {statistics.median(all_of(f'{part} 2')):.2f}" for part in ("decode", "hash", "write")]
+        cells += [spread(shares(1)), spread(shares(2)), spread(all_of("scaling"))]
+        text.append(line(cells))
+    return rows, text
+
+
+def cold(a):
+    """Times of the slower of reading and writing, per round."""
+    rows = []
+    folder = a.disk / f"evidence-{os.getpid()}"
+    for tp in a.tp:
+        measured = []
+        for _ in range(a.rounds):
+            evict([a.model])
+            wall, used, output, _ = convert(a, tp, folder)
+            files = len(list(folder.rglob("*.safetensors")))
+            shutil.rmtree(folder)
+            evict([a.model])
+            with open(a.model, "rb") as source:
+                began = time.perf_counter()
+                subprocess.run(["cat"], stdin=source, stdout=subprocess.DEVNULL, check=True)
+                read = time.perf_counter() - began
+            folder.mkdir()
+            warm(a.warm)
+            began = time.perf_counter()
+            write(folder, output, files)
+            written = time.perf_counter() - began
+            shutil.rmtree(folder)
+            measured.append({"wall": wall, "cpu": used, "read": read, "write": written, "output": output})
+        rows.append((tp, measured))
+    text = ["| tp | output GB | convert: wall s | convert: CPU s | cat source s | write, fsync s | slower one / convert |", "|---:|---:|---:|---:|---:|---:|---:|"]
+    for tp, measured in rows:
+        ratio = [max(row["read"], row["write"]) / row["wall"] for row in measured]
+        cells = [spread([row[key] for row in measured]) for key in ("wall", "cpu", "read", "write")]
+        text.append(line([tp, f"{measured[0]['output'] / 1e9:.2f}", *cells, spread(ratio)]))
+    return rows, text
+
+
+def write(folder, size, files):
+    """A plain sequential write of so many bytes, file after file, synced."""
+    piece = os.urandom(1 << 20)
+    for i in range(files):
+        left = size // files + (i < size % files)
+        with open(folder / str(i), "wb", buffering=0) as file:
+            while left > 0:
+                left -= file.write(piece[:left])
+            os.fsync(file)
+
+
+def verify(a):
+    folder = a.tmpfs / f"evidence-{os.getpid()}"
+    _, _, output, _ = convert(a, 8, folder)
+    paths = sorted(folder.rglob("*.safetensors"))
+    ways = {"ggshard verify": [a.ggshard, "verify", folder]}
+    if "--tensors" in subprocess.run([a.ggshard, "verify", "--help"], capture_output=True, text=True).stdout:
+        ways["ggshard verify --tensors"] = [a.ggshard, "verify", folder, "--tensors"]
+    if shutil.which("b3sum"):
+        ways[f"b3sum --num-threads {os.cpu_count()}"] = ["b3sum", "--num-threads", os.cpu_count(), *paths]
+    measured = {name: [] for name in ways}
+    for turn in range(a.rounds + 1):
+        for name in list(ways)[turn % len(ways):] + list(ways)[:turn % len(ways)]:
+            took = run(ways[name])
+            if turn:  # the first one touches what is touched for the first time
+                measured[name].append(took[:2])
+    shutil.rmtree(folder)
+    text = [f"{output / 1e9:.2f} GB in {len(paths)} files, in the page cache:", "", "| | wall s | CPU s | GB/s of wall | b3sum / this |", "|---|---:|---:|---:|---:|"]
+    reference = list(measured.values())[-1]
+    for name, times in measured.items():
+        wall = [took[0] for took in times]
+        ratio = [theirs[0] / ours for theirs, ours in zip(reference, wall)]
+        text.append(line([name, spread(wall), spread([took[1] for took in times]), f"{output / statistics.median(wall) / 1e9:.1f}", spread(ratio)]))
+    return measured, text
+
+
+def memory(a):
+    rows = []
+    folder = a.tmpfs / f"evidence-{os.getpid()}"
+    for tp in a.tp:
+        for limit in [], ["--mem-limit", "64M"]:
+            most = [0]
+
+            def watch(process, most=most):
+                while held := anonymous(process):
+                    most[0] = max(most[0], held)
+                    time.sleep(0.002)
+
+            convert(a, tp, folder, *limit, watch=watch)
+            shutil.rmtree(folder)
+            rows.append((tp, " ".join(limit) or "default", most[0]))
+    text = ["| tp | limit | most anonymous memory, MiB |", "|---:|---|---:|"]
+    text += [line([tp, limit, f"{most / 1024:.0f}"]) for tp, limit, most in rows]
+    return rows, text
+
+
+def anonymous(process):
+    """KiB of anonymous memory, or 0 for a process that is gone."""
+    try:
+        held = re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.M)
+    except OSError:
+        return 0
+    return int(held[1]) if held else 0
+
+
+def plan(a):
+    times = [run([a.ggshard, "plan", HEADER, "--header-only", "--tp", 8])[:2] for _ in range(a.rounds)]
+    text = ["| plan of GLM-5, 1,809 tensors, tp 8 | s |", "|---|---:|", line(["wall", spread([took[0] for took in times])]), line(["CPU", spread([took[1] for took in times])])]
+    return times, text
+
+
+TABLES = {"cost": cost, "cold": cold, "verify": verify, "memory": memory, "plan": plan}
+
+
+def spread(values):
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def line(cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--ggshard", type=Path, required=True)
+    parser.add_argument("--parts", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=lambda text: int(float(text) * 1e9), default=6 * 10**9, metavar="GB", help="memory that is touched before each turn")
+    parser.add_argument("--tp", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path, default=ROOT / "target")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(TABLES))
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args()
+    if a.parts is None and "cost" in a.only:
+        a.parts = built("parts")
+    result = {}
+    for name in a.only:
+        load = os.getloadavg()[0]
+        raw, text = TABLES[name](a)
+        result[name] = {"load": [load, os.getloadavg()[0]], "measured": raw}
+        if not a.json:
+            print(f"## {name}: {a.model.name}, {a.rounds} rounds, load {load:.1f} before, {os.getloadavg()[0]:.1f} after\n")
+            print("\n".join(text), end="\n\n", flush=True)
+    if a.json:
+        json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
