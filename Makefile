@@ -7,7 +7,7 @@
 # make test-ray     deploy/ray/convert.py on a real Ray; downloads some 100 MB
 # make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
 # make bench-peers        conversions and decoders next to what people use, with packages of PyPI; half an hour, on a quiet machine
-# make bench-evidence     conversions next to what the machine can do: the tables of docs/performance.md; some minutes
+# make bench-evidence     conversions next to what the machine can do; some minutes
 # make test-browser        the picture of a plan in headless Chromium
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
