@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""ggshard next to what the machine can do: every table of the tables but those of peers and decoders.
+"""ggshard next to what the machine can do: every table but those of peers and decoders.
 
     evidence.py MODEL.gguf --ggshard PROGRAM [--parts PROGRAM] [--rounds 5] [--tmpfs DIR] [--disk DIR] [--only cost,cold,...] [--json]
 
