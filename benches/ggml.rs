@@ -49,7 +49,6 @@ fn main() {
     stay_on_one_cpu();
 
     let levels = Simd::available();
-    let best = *levels.last().expect("every CPU has a level");
     let mut all = Vec::new();
     for golden in golden::read_folder(&golden::fixtures()) {
         let wanted = golden.name.ends_with("gguf: quantized")
@@ -82,12 +81,14 @@ fn main() {
                 let time = per_call(|| subject.ours(level, black_box(&mut out)));
                 subject.times.entry(format!("{level:?}")).or_default().push(time);
             }
-            let bf16: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut out)[..WEIGHTS * 2];
-            let decoder = Dequantizer::new(subject.ty, best).expect("checked above");
-            let time = per_call(|| {
-                decoder.decode(black_box(&subject.blocks), FloatType::BF16, black_box(&mut *bf16));
-            });
-            subject.times.entry("BF16".to_owned()).or_default().push(time);
+            for &level in &levels {
+                let bf16: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut out)[..WEIGHTS * 2];
+                let decoder = Dequantizer::new(subject.ty, level).expect("checked above");
+                let time = per_call(|| {
+                    decoder.decode(black_box(&subject.blocks), FloatType::BF16, black_box(&mut *bf16));
+                });
+                subject.times.entry(format!("{level:?} BF16")).or_default().push(time);
+            }
         }
     }
     if json { print_json(&all, &copies, rounds) } else { print_table(&all, &copies, &levels, rounds) }
@@ -133,8 +134,8 @@ fn print_table(all: &[Subject], copies: &[f64], levels: &[Simd], rounds: usize) 
     );
     print!("| type | ggml f32 |");
     levels.iter().for_each(|level| print!(" {level:?} f32 |"));
-    println!(" {:?} bf16 |", levels[levels.len() - 1]);
-    println!("|---|{}", "---:|".repeat(levels.len() + 2));
+    levels.iter().for_each(|level| print!(" {level:?} bf16 |"));
+    println!("\n|---|{}", "---:|".repeat(2 * levels.len() + 1));
     for subject in all {
         let speed = |way: &str, bytes: usize| (WEIGHTS * bytes) as f64 / subject.median(way) / 1e9;
         print!("| {} | {:.2} |", subject.ty, speed("ggml", 4));
@@ -143,7 +144,10 @@ fn print_table(all: &[Subject], copies: &[f64], levels: &[Simd], rounds: usize) 
             let [middle, least, most] = subject.ratio(&way);
             print!(" {:.2} ({middle:.2}; {least:.2}–{most:.2}) |", speed(&way, 4));
         }
-        println!(" {:.2} |", speed("BF16", 2));
+        for level in levels {
+            print!(" {:.2} |", speed(&format!("{level:?} BF16"), 2));
+        }
+        println!();
     }
     println!("\ncopying the same 256 KiB in the cache: {:.1} GB/s", (WEIGHTS * 4) as f64 / median(copies) / 1e9);
 }

@@ -80,15 +80,12 @@ pub(in crate::dequant) fn q3_k<I: Isa>(isa: I, block: &[u8; 110], out: &mut [f32
 /// ```
 #[inline(always)]
 fn scales_and_minimums(packed: &[u8; 12]) -> ([u8; 8], [u8; 8]) {
-    let (mut scales, mut minimums) = ([0; 8], [0; 8]);
-    for i in 0..4 {
-        let (a, b, c) = (packed[i], packed[i + 4], packed[i + 8]);
-        scales[i] = a & 63;
-        minimums[i] = b & 63;
-        scales[i + 4] = c & 15 | (a >> 6) << 4;
-        minimums[i + 4] = c >> 4 | (b >> 6) << 4;
-    }
-    (scales, minimums)
+    const SIX: u32 = 0x3F3F_3F3F;
+    const FOUR: u32 = 0x0F0F_0F0F;
+    let [a, b, c] = map(&bytemuck::cast::<_, [[u8; 4]; 3]>(*packed), u32::from_le_bytes);
+    let scales = [a & SIX, c & FOUR | a >> 2 & SIX & !FOUR];
+    let minimums = [b & SIX, c >> 4 & FOUR | b >> 2 & SIX & !FOUR];
+    (bytemuck::cast(map(&scales, u32::to_le_bytes)), bytemuck::cast(map(&minimums, u32::to_le_bytes)))
 }
 
 /// Q4_K. Each 32 bytes of `qs` hold two sub-blocks: low nibbles the first, high nibbles the second.
@@ -116,12 +113,12 @@ pub(in crate::dequant) fn q5_k<I: Isa>(isa: I, block: &[u8; 176], out: &mut [f32
     let (scales, minimums) = scales_and_minimums(field::<4, 12, _>(block));
     let qh = field::<16, 32, _>(block);
     let qs = field::<48, 128, _>(block).as_chunks::<32>().0;
+    let scales = map(&scales, |scale| d * scale as f32);
+    let minimums = map(&minimums, |minimum| dmin * minimum as f32);
     for (i, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-        let factor = d * scales[i] as f32;
-        let minimum = dmin * minimums[i] as f32;
         for ((out, byte), high) in out.iter_mut().zip(&qs[i / 2]).zip(qh) {
             let q = byte >> (4 * (i % 2)) & 15 | (high >> i & 1) << 4;
-            *out = factor * q as f32 - minimum;
+            *out = scales[i] * q as f32 - minimums[i];
         }
     }
 }

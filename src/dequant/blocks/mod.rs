@@ -58,9 +58,9 @@ fn affine<const N: usize>(out: &mut [f32; N], scale: f32, codes: &[u8; N], offse
 
 /// `out[i] = scale * codes[i]`.
 #[inline(always)]
-fn scale<const N: usize>(out: &mut [f32; N], scale: f32, codes: &[i8; N]) {
+fn scale<const N: usize, C: Copy + Into<f32>>(out: &mut [f32; N], scale: f32, codes: &[C; N]) {
     for (out, code) in out.iter_mut().zip(codes) {
-        *out = scale * *code as f32;
+        *out = scale * (*code).into();
     }
 }
 

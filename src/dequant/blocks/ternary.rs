@@ -14,23 +14,23 @@ use super::{field, scale};
 #[inline(always)]
 pub(in crate::dequant) fn tq1_0<I: Isa>(isa: I, block: &[u8; 54], out: &mut [f32; 256]) {
     let d = isa.f16(*field::<52, 2, _>(block));
-    let mut codes = [0i8; 256];
+    let mut codes = [0i16; 256];
     let (first, rest) = codes.split_at_mut(160);
     let (second, third) = rest.split_at_mut(80);
-    digits(*field::<0, 32, _>(block), first);
-    digits(*field::<32, 16, _>(block), second);
-    digits(*field::<48, 4, _>(block), third);
+    digits(field::<0, 32, _>(block), first);
+    digits(field::<32, 16, _>(block), second);
+    digits(field::<48, 4, _>(block), third);
     scale(out, d, &codes);
 }
 
-/// As many digits of each byte as `codes` has room for.
+/// Minus one, as many digits of each byte as `codes` has room for.
 #[inline(always)]
-fn digits<const N: usize>(mut bytes: [u8; N], codes: &mut [i8]) {
-    for codes in codes.as_chunks_mut::<N>().0 {
-        for (code, byte) in codes.iter_mut().zip(&mut bytes) {
-            // floor(3 * byte / 256) - 1, by comparing with 256 / 3 and 512 / 3.
-            *code = (*byte > 85) as i8 + (*byte > 170) as i8 - 1;
-            *byte = byte.wrapping_mul(3);
+fn digits<const N: usize>(bytes: &[u8; N], codes: &mut [i16]) {
+    for (codes, power) in codes.as_chunks_mut::<N>().0.iter_mut().zip([1, 3, 9, 27, 81]) {
+        for (code, byte) in codes.iter_mut().zip(bytes) {
+            // Both steps on the upper byte of 16 bits, where what is over 256 overflows.
+            let fraction = (*byte as u16).wrapping_mul(power << 8);
+            *code = (3 * fraction as u32 >> 16) as i16 - 1;
         }
     }
 }

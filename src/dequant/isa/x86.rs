@@ -1,5 +1,6 @@
 //! x86-64 tokens. One of the two files of this folder with `unsafe`: intrinsics called from inlined helpers.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::Isa;
@@ -33,8 +34,16 @@ impl Avx512 {
 impl Isa for Avx2 {
     #[inline(always)]
     fn f16(self, bytes: [u8; 2]) -> f32 {
-        // SAFETY: the token exists only where F16C is enabled.
-        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(u16::from_le_bytes(bytes) as i32))) }
+        let value: __m128;
+        // In assembly, because of the intrinsic the compiler knows that lanes other than the first don't matter. It then
+        // loads the half into a register without clearing that, so that a block waits for whatever was computed in it,
+        // which is the block before. (Q8_0 was half as fast.)
+        // SAFETY: the token exists only where F16C is enabled; the instruction touches nothing but its register.
+        unsafe {
+            let bits = _mm_castsi128_ps(_mm_cvtsi32_si128(u16::from_le_bytes(bytes) as i32));
+            asm!("vcvtph2ps {0}, {0}", inlateout(xmm_reg) bits => value, options(pure, nomem, nostack, preserves_flags));
+            _mm_cvtss_f32(value)
+        }
     }
 
     #[inline(always)]
