@@ -27,6 +27,13 @@ pub(super) fn one_at_a_time() {
     std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
 }
 
+/// Makes the compiler compute an array as vectors and store it, where it would otherwise compute every element by itself
+/// and keep it in a register. For scales: a load broadcasts one to all lanes at no cost.
+#[inline(always)]
+fn in_memory<T>(array: T) -> T {
+    std::hint::black_box(array)
+}
+
 /// `N` bytes of a block from byte `AT` on; the compiler checks that they lie inside.
 #[inline(always)]
 fn field<const AT: usize, const N: usize, const BYTES: usize>(block: &[u8; BYTES]) -> &[u8; N] {
