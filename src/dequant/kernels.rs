@@ -16,9 +16,13 @@ type CopyFn = unsafe fn(&[u8], &mut [u8]) -> bool;
 /// Looks for values that are not finite.
 type ScanFn = unsafe fn(&[f32]) -> bool;
 
-/// Compiles everything once for one instruction set: `$attribute` turns its features on, `$isa` makes its token.
+/// Compiles everything once for one instruction set: `$attribute` turns its features on, `$isa` makes its token. Types after
+/// `$lower` are left to that level.
 macro_rules! level {
-    ($level:ident, $isa:expr, $attribute:meta, { $($ty:ident $decode:path;)* }, { $($none:ident)* }) => {
+    (
+        $level:ident, $isa:expr, $attribute:meta, { $($ty:ident $decode:path;)* }, { $($none:ident)* }
+        $(, $lower:ident { $($left:ident)* })?
+    ) => {
         mod $level {
             use super::*;
 
@@ -40,6 +44,7 @@ macro_rules! level {
                         }
                         Some(decode)
                     })*
+                    $($(GgmlType::$left)|* => $lower::decoder(ty),)?
                     $(GgmlType::$none)|* => None,
                 }
             }
@@ -82,16 +87,20 @@ macro_rules! level {
     };
 }
 
-/// Hands the list of decoders to every level.
+/// Hands the lists of decoders to every level.
+///
+/// Decoders with a codebook are those of AVX2 also where there is AVX-512, with which the compiler makes gathers of their
+/// look-ups. On Zen 5 these make most of them slower by a fifth than single loads do, and gathers are among what the
+/// mitigations of GDS (Intel, up to Ice Lake) slow down.
 macro_rules! decoders {
-    ({ $($some:tt)* } none $none:tt) => {
-        level!(baseline, Baseline, inline(never), { $($some)* }, $none);
+    ({ $($some:tt)* } codebook { $($book:ident $look_up:path;)* } none $none:tt) => {
+        level!(baseline, Baseline, inline(never), { $($some)* $($book $look_up;)* }, $none);
         #[cfg(target_arch = "x86_64")]
         level!(
             avx2,
             Avx2::new(),
             target_feature(enable = "avx2,f16c,fma,bmi1,bmi2,lzcnt,popcnt"),
-            { $($some)* },
+            { $($some)* $($book $look_up;)* },
             $none
         );
         #[cfg(target_arch = "x86_64")]
@@ -102,7 +111,8 @@ macro_rules! decoders {
                 enable = "avx2,f16c,fma,bmi1,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"
             ),
             { $($some)* },
-            $none
+            $none,
+            avx2 { $($book)* }
         );
     };
 }
@@ -122,16 +132,9 @@ decoders! {
         Q5_K    k_quants::q5_k;
         Q6_K    k_quants::q6_k;
         Q8_K    k_quants::q8_k;
-        IQ2_XXS iq2::iq2_xxs;
-        IQ2_XS  iq2::iq2_xs;
-        IQ3_XXS iq3::iq3_xxs;
-        IQ1_S   iq1::iq1_s;
         IQ4_NL  iq4::iq4_nl;
-        IQ3_S   iq3::iq3_s;
-        IQ2_S   iq2::iq2_s;
         IQ4_XS  iq4::iq4_xs;
         F64     float::f64;
-        IQ1_M   iq1::iq1_m;
         BF16    float::bf16;
         TQ1_0   ternary::tq1_0;
         TQ2_0   ternary::tq2_0;
@@ -139,6 +142,15 @@ decoders! {
         NVFP4   fp4::nvfp4;
         Q1_0    low_bits::q1_0;
         Q2_0    low_bits::q2_0;
+    }
+    codebook {
+        IQ2_XXS iq2::iq2_xxs;
+        IQ2_XS  iq2::iq2_xs;
+        IQ3_XXS iq3::iq3_xxs;
+        IQ1_S   iq1::iq1_s;
+        IQ3_S   iq3::iq3_s;
+        IQ2_S   iq2::iq2_s;
+        IQ1_M   iq1::iq1_m;
     }
     none { Q8_1 I8 I16 I32 I64 }
 }

@@ -69,8 +69,8 @@ pub(in crate::dequant) fn q3_k<I: Isa>(isa: I, block: &[u8; 110], out: &mut [f32
     const PAIRS: u64 = 0x0303_0303_0303_0303;
     let low = u64::from_le_bytes(*field::<96, 8, _>(block));
     let high = u32::from_le_bytes(*field::<104, 4, _>(block)) as u64;
-    let first = low & NIBBLES | ((high | high << 30) & PAIRS) << 4;
-    let second = low >> 4 & NIBBLES | ((high >> 4 | high << 26) & PAIRS) << 4;
+    let first = low & NIBBLES | ((high | (high << 30)) & PAIRS) << 4;
+    let second = low >> 4 & NIBBLES | (((high >> 4) | (high << 26)) & PAIRS) << 4;
     let scales: [u8; 16] = bytemuck::cast([first.to_le_bytes(), second.to_le_bytes()]);
     let scales = in_memory(map(&scales, |scale| d * (scale as i8 - 32) as f32));
     scale_groups::<16>(out, &scales, &map(&codes, |code| code as i8));
@@ -96,7 +96,7 @@ fn scales_and_minimums<I: Isa>(isa: I, head: &[u8; 16]) -> [f32; 16] {
     let low = u64::from_le_bytes(*field::<4, 8, _>(head));
     let nibbles = u32::from_le_bytes(*field::<12, 4, _>(head)) as u64;
     let first = low & (HIGH | NIBBLES);
-    let second = (nibbles | nibbles << 28) & NIBBLES | low >> 2 & HIGH;
+    let second = (nibbles | (nibbles << 28)) & NIBBLES | low >> 2 & HIGH;
     let codes: [u8; 16] = bytemuck::cast([first.to_le_bytes(), second.to_le_bytes()]);
     let mut products = [0.0; 16];
     for (i, (product, code)) in products.iter_mut().zip(codes).enumerate() {

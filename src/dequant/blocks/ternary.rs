@@ -30,7 +30,7 @@ fn digits<const N: usize>(bytes: &[u8; N], codes: &mut [i16]) {
         for (code, byte) in codes.iter_mut().zip(bytes) {
             // Both steps on the upper byte of 16 bits, where what is over 256 overflows.
             let fraction = (*byte as u16).wrapping_mul(power << 8);
-            *code = (3 * fraction as u32 >> 16) as i16 - 1;
+            *code = ((3 * fraction as u32) >> 16) as i16 - 1;
         }
     }
 }
