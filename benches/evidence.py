@@ -3,12 +3,13 @@
 
     evidence.py MODEL.gguf --ggshard PROGRAM [--parts PROGRAM] [--rounds 5] [--tmpfs DIR] [--disk DIR] [--only cost,cold,...] [--json]
 
-`make bench-evidence` runs it. --parts is the program of benches/parts.rs; by default cargo builds it. Needs nothing
-but Python, and b3sum for one table. What is compared takes turns, and ratios are taken within a round. Before each turn the memory that it needs is touched and freed (--warm), since
-in a virtual machine a page that the host has taken back costs several times as much as one that it has not. Tables:
+`make bench-evidence` runs it. --parts is the program of benches/parts.rs; by default cargo builds it. Needs nothing but
+Python, and b3sum for one table. What is compared takes turns, and ratios are taken within a round; turns.py says what is
+done about virtual machines (--warm) and about other programs. Tables:
 
     cost     CPU seconds of a conversion to --tmpfs, and of its parts alone, for the same bytes
-    cold     wall seconds of a conversion from a cold source to --disk, of reading the source cold, of writing the output synced
+    cold     wall seconds of a conversion from a cold source to --disk, of reading the source cold, and of writing as many bytes,
+             synced, by way of the page cache and past it (O_DIRECT)
     verify   ggshard verify and b3sum over the same files in --tmpfs
     memory   the most anonymous memory of a conversion
     plan     planning GLM-5 at full size from its header
@@ -17,38 +18,19 @@ import argparse
 import json
 import mmap
 import os
-import re
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
+import turns
+from turns import run, run_watched, spread, turn
+
 ROOT = Path(__file__).resolve().parents[1]
-POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
+PIECE = 512 << 10
 HEADER = ROOT / "fixtures/container/plan/glm-5-744b-q4_k_m.header.gguf"
-
-
-def run(command, watch=None):
-    """Wall and CPU seconds of a program, and what it printed. `watch` is called with its process id, on another thread."""
-    began = time.perf_counter()
-    child = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    threads = [threading.Thread(target=lambda: child.stderr.read())]
-    if watch:
-        threads.append(threading.Thread(target=watch, args=(child.pid,)))
-    for thread in threads:
-        thread.start()
-    said = child.stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    wall = time.perf_counter() - began
-    for thread in threads:
-        thread.join()
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"failed with {child.returncode}: {' '.join(map(str, command))}")
-    return wall, usage.ru_utime + usage.ru_stime, said.decode()
 
 
 def built(bench):
@@ -59,28 +41,25 @@ def built(bench):
     return Path(found[-1])
 
 
-def warm(size):
-    """Has the host give this machine memory, which is free again at the end."""
-    if size:
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            memory.madvise(POPULATE_WRITE)
+def convert(a, tp, folder, prepare=lambda: None):
+    """Wall and CPU seconds, and the bytes and the number of files that were written."""
+
+    def clear():
+        shutil.rmtree(folder, ignore_errors=True)
+        prepare()
+
+    command = [a.ggshard, "convert", a.model, folder, "--tp", tp, "--json"]
+    wall, cpu, _ = turn(lambda: run(command), clear, a.warm)
+    sizes = [path.stat().st_size for path in folder.rglob("*.safetensors")]
+    return wall, cpu, sum(sizes), len(sizes)
 
 
-def convert(a, tp, folder, *more, watch=None):
-    """Wall and CPU seconds, and the bytes that were written."""
-    shutil.rmtree(folder, ignore_errors=True)
-    warm(a.warm)
-    wall, cpu, said = run([a.ggshard, "convert", a.model, folder, "--tp", tp, "--json", *more], watch)
-    return wall, cpu, sum(path.stat().st_size for path in folder.rglob("*.safetensors")), said
-
-
-def evict(paths):
-    """Takes files out of the page cache. They must be synced."""
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
+def evict(path):
+    """Takes a file out of the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
 
 
 def cost(a):
@@ -91,16 +70,12 @@ def cost(a):
         folder = a.tmpfs / f"evidence-{os.getpid()}"
         measured = []
         for _ in range(a.rounds):
-            wall, used, output, _ = convert(a, tp, folder)
-            files = len(list(folder.rglob("*.safetensors")))
+            wall, used, output, files = convert(a, tp, folder)
             shutil.rmtree(folder)
             once = once or output  # a tensor's digest is made once for all ranks that hold the same
             command = [a.parts, a.model, "--write", a.tmpfs, "--output", output, "--files", files, "--rounds", 1, "--json"]
-            warm(a.warm)
-            parts = {
-                (part["part"], part["threads"]): part["wall_and_cpu"][0]
-                for part in json.loads(run(command)[2])["parts"]
-            }
+            said = turn(lambda: run(command), memory=a.warm)[2]
+            parts = {(part["part"], part["threads"]): part["wall_and_cpu"][0] for part in json.loads(said)["parts"]}
             hashes = (once + output) / output
             row = {"wall": wall, "cpu": used, "output": output}
             for threads in 1, 2:
@@ -133,45 +108,49 @@ def cold(a):
     for tp in a.tp:
         measured = []
         for _ in range(a.rounds):
-            evict([a.model])
-            wall, used, output, _ = convert(a, tp, folder)
-            files = len(list(folder.rglob("*.safetensors")))
+            wall, used, output, files = convert(a, tp, folder, lambda: evict(a.model))
+            row = {"wall": wall, "cpu": used, "output": output}
             shutil.rmtree(folder)
-            evict([a.model])
-            with open(a.model, "rb") as source:
-                began = time.perf_counter()
-                subprocess.run(["cat"], stdin=source, stdout=subprocess.DEVNULL, check=True)
-                read = time.perf_counter() - began
-            folder.mkdir()
-            warm(a.warm)
-            began = time.perf_counter()
-            write(folder, output, files)
-            written = time.perf_counter() - began
-            shutil.rmtree(folder)
-            measured.append({"wall": wall, "cpu": used, "read": read, "write": written, "output": output})
+            row["read"] = turn(lambda: run(["cat", a.model], discard=True), lambda: evict(a.model))[0]
+            for way, flags in ("write", 0), ("direct", os.O_DIRECT):
+
+                def clear():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir()
+
+                row[way] = turn(lambda: write(folder, output, files, flags), clear, a.warm)
+                shutil.rmtree(folder)
+            measured.append(row)
         rows.append((tp, measured))
-    text = ["| tp | output GB | convert: wall s | convert: CPU s | cat source s | write, fsync s | slower one / convert |", "|---:|---:|---:|---:|---:|---:|---:|"]
+    text = ["| tp | output GB | convert: wall s | convert: CPU s | cat source s | write, fsync s | O_DIRECT, fsync s | slower of cat and write / convert | the same with O_DIRECT |",
+            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for tp, measured in rows:
-        ratio = [max(row["read"], row["write"]) / row["wall"] for row in measured]
-        cells = [spread([row[key] for row in measured]) for key in ("wall", "cpu", "read", "write")]
-        text.append(line([tp, f"{measured[0]['output'] / 1e9:.2f}", *cells, spread(ratio)]))
+        cells = [spread([row[key] for row in measured]) for key in ("wall", "cpu", "read", "write", "direct")]
+        for way in "write", "direct":
+            cells.append(spread([max(row["read"], row[way]) / row["wall"] for row in measured]))
+        text.append(line([tp, f"{measured[0]['output'] / 1e9:.2f}", *cells]))
     return rows, text
 
 
-def write(folder, size, files):
-    """A plain sequential write of so many bytes, file after file, synced."""
-    piece = os.urandom(1 << 20)
+def write(folder, size, files, flags=0):
+    """Seconds of a plain sequential write of so many bytes, file after file, synced."""
+    piece = mmap.mmap(-1, PIECE)  # of random bytes, and aligned, as O_DIRECT wants it
+    piece.write(os.urandom(PIECE))
+    view = memoryview(piece)
+    began = time.perf_counter()
     for i in range(files):
         left = size // files + (i < size % files)
-        with open(folder / str(i), "wb", buffering=0) as file:
-            while left > 0:
-                left -= file.write(piece[:left])
-            os.fsync(file)
+        file = os.open(folder / str(i), os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+        while left > 0:
+            left -= os.write(file, view[:-(-min(left, PIECE) // 4096) * 4096])  # whole pages, as O_DIRECT wants them
+        os.fsync(file)
+        os.close(file)
+    return time.perf_counter() - began
 
 
 def verify(a):
     folder = a.tmpfs / f"evidence-{os.getpid()}"
-    _, _, output, _ = convert(a, 8, folder)
+    _, _, output, _ = convert(a, max(a.tp), folder)
     paths = sorted(folder.rglob("*.safetensors"))
     ways = {"ggshard verify": [a.ggshard, "verify", folder]}
     if "--tensors" in subprocess.run([a.ggshard, "verify", "--help"], capture_output=True, text=True).stdout:
@@ -179,10 +158,10 @@ def verify(a):
     if shutil.which("b3sum"):
         ways[f"b3sum --num-threads {os.cpu_count()}"] = ["b3sum", "--num-threads", os.cpu_count(), *paths]
     measured = {name: [] for name in ways}
-    for turn in range(a.rounds + 1):
-        for name in list(ways)[turn % len(ways):] + list(ways)[:turn % len(ways)]:
-            took = run(ways[name])
-            if turn:  # the first one touches what is touched for the first time
+    for number in range(a.rounds + 1):
+        for name in list(ways)[number % len(ways):] + list(ways)[:number % len(ways)]:
+            took = turn(lambda: run(ways[name]))
+            if number:  # the first one touches what is touched for the first time
                 measured[name].append(took[:2])
     shutil.rmtree(folder)
     text = [f"{output / 1e9:.2f} GB in {len(paths)} files, in the page cache:", "", "| | wall s | CPU s | GB/s of wall | b3sum / this |", "|---|---:|---:|---:|---:|"]
@@ -198,42 +177,24 @@ def memory(a):
     rows = []
     folder = a.tmpfs / f"evidence-{os.getpid()}"
     for tp in a.tp:
-        for limit in [], ["--mem-limit", "64M"]:
-            most = [0]
-
-            def watch(process, most=most):
-                while held := anonymous(process):
-                    most[0] = max(most[0], held)
-                    time.sleep(0.002)
-
-            convert(a, tp, folder, *limit, watch=watch)
+        for more in [], ["--mem-limit", "64M"], ["--io", "pread"]:
+            shutil.rmtree(folder, ignore_errors=True)
+            most = run_watched([a.ggshard, "convert", a.model, folder, "--tp", tp, *more], 0.002)[2]
             shutil.rmtree(folder)
-            rows.append((tp, " ".join(limit) or "default", most[0]))
-    text = ["| tp | limit | most anonymous memory, MiB |", "|---:|---|---:|"]
-    text += [line([tp, limit, f"{most / 1024:.0f}"]) for tp, limit, most in rows]
+            rows.append((tp, " ".join(more) or "default", most))
+    text = ["| tp | options | most anonymous memory, MiB |", "|---:|---|---:|"]
+    text += [line([tp, limit, f"{most:.1f}"]) for tp, limit, most in rows]
     return rows, text
 
 
-def anonymous(process):
-    """KiB of anonymous memory, or 0 for a process that is gone."""
-    try:
-        held = re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.M)
-    except OSError:
-        return 0
-    return int(held[1]) if held else 0
-
-
 def plan(a):
-    times = [run([a.ggshard, "plan", HEADER, "--header-only", "--tp", 8])[:2] for _ in range(a.rounds)]
+    command = [a.ggshard, "plan", HEADER, "--header-only", "--tp", 8]
+    times = [turn(lambda: run(command))[:2] for _ in range(a.rounds)]
     text = ["| plan of GLM-5, 1,809 tensors, tp 8 | s |", "|---|---:|", line(["wall", spread([took[0] for took in times])]), line(["CPU", spread([took[1] for took in times])])]
     return times, text
 
 
 TABLES = {"cost": cost, "cold": cold, "verify": verify, "memory": memory, "plan": plan}
-
-
-def spread(values):
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def line(cells):
@@ -261,7 +222,7 @@ def main():
         raw, text = TABLES[name](a)
         result[name] = {"load": [load, os.getloadavg()[0]], "measured": raw}
         if not a.json:
-            print(f"## {name}: {a.model.name}, {a.rounds} rounds, load {load:.1f} before, {os.getloadavg()[0]:.1f} after\n")
+            print(f"## {name}: {a.model.name}, {a.rounds} rounds, load {load:.1f} before, {os.getloadavg()[0]:.1f} after, {turns.repeated} turns repeated\n")
             print("\n".join(text), end="\n\n", flush=True)
     if a.json:
         json.dump(result, sys.stdout)

@@ -13,8 +13,8 @@ quantized), one of 1.2 GB is made first (model.py) and kept in --cache. Ways:
 
 Each way is a process of its own, from start to end, with the source in the page cache. To --tmpfs, nobody waits for a disk. To
 --disk, everybody's files are synced before the clock stops: ggshard does it always, the others when asked to. In each round
-every way has its turn, in an order that changes. Before each turn memory is touched and freed (--warm): in a virtual machine a
-page that the host has taken back costs several times as much as one that it has not. Times are of the clock and of all CPUs (getrusage of the child). Before
+every way has its turn, in an order that changes; turns.py says what is done about virtual machines (--warm) and about other
+programs. Times are of the clock and of all CPUs (getrusage of the child). Before
 anything is measured, all tensors of the first two ways and of libgguf are compared by digest, tensor by tensor.
 """
 import argparse
@@ -23,17 +23,14 @@ import json
 import mmap
 import os
 import platform
-import re
 import shutil
-import statistics
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
-POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import turns  # noqa: E402  (beside the folder of this file)
 
 
 def ways(a, tp, synced):
@@ -47,45 +44,6 @@ def ways(a, tp, synced):
     if a.with_transformers and tp == 1:
         made["transformers"] = [sys.executable, "-B", HERE / "by_transformers.py", a.model] + ["--fsync"] * synced
     return {name: command for name, command in made.items() if name in a.ways}
-
-
-def warm(size):
-    """Has the host give this machine memory, which is free again at the end."""
-    if size:
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            memory.madvise(POPULATE_WRITE)
-
-
-def run(command, folder):
-    """Wall and CPU seconds of a child, and the most anonymous memory that it was seen to hold, in MB."""
-    shutil.rmtree(folder, ignore_errors=True)
-    began = time.perf_counter()
-    child = subprocess.Popen([*map(str, command), str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    most = [0]
-    watch = threading.Thread(target=anonymous, args=(child.pid, most))
-    watch.start()
-    error = child.stderr.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    wall = time.perf_counter() - began
-    watch.join()
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{command[0]} failed:\n{error.decode()}")
-    return wall, usage.ru_utime + usage.ru_stime, most[0]
-
-
-def anonymous(process, most):
-    """Looks every 20 ms until the process is gone. Mapped files do not count: their pages are the page cache's."""
-    while True:
-        try:
-            text = Path(f"/proc/{process}/status").read_text()
-        except OSError:
-            return
-        held = re.search(r"^RssAnon:\s*(\d+) kB", text, re.M)
-        if not held:
-            return
-        most[0] = max(most[0], int(held[1]) * 1024 / 1e6)
-        time.sleep(0.02)
 
 
 def digests(folder):
@@ -109,7 +67,7 @@ def check(a, tp):
     folder = a.tmpfs / f"ggshard-peers-{os.getpid()}"
     expected = None
     for name, command in ways(a, tp, False).items():
-        run(command, folder)
+        turns.run([*command, folder])
         found = digests(folder)
         shutil.rmtree(folder)
         if expected is None:
@@ -125,10 +83,6 @@ def cpu():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor()
-
-
-def spread(times):
-    return f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f})"
 
 
 def version(command):
@@ -172,9 +126,12 @@ def main():
                 folder = base / f"ggshard-peers-{os.getpid()}"
                 all_ways = list(ways(a, tp, where != "tmpfs").items())
                 for name, command in all_ways[turn % len(all_ways):] + all_ways[:turn % len(all_ways)]:
-                    warm(a.warm)
                     try:
-                        took = run(command, folder)
+                        took = turns.turn(
+                            lambda: turns.run_watched([*command, folder], 0.02),
+                            lambda: shutil.rmtree(folder, ignore_errors=True),
+                            a.warm,
+                        )
                     finally:
                         shutil.rmtree(folder, ignore_errors=True)
                     results.setdefault((where, tp), {}).setdefault(name, []).append(took)
@@ -184,24 +141,24 @@ def main():
 
     if a.json:
         rows = [
-            {"to": where, "tp": tp, "way": name, "wall_cpu_anonymous_mb": took}
+            {"to": where, "tp": tp, "way": name, "wall_cpu_anonymous_mib": took}
             for (where, tp), by in results.items() for name, took in by.items()
         ]
-        print(json.dumps({"cpu": cpu(), "cpus": os.cpu_count(), "load": load, "model": str(a.model),
+        print(json.dumps({"cpu": cpu(), "cpus": os.cpu_count(), "load": load, "repeated": turns.repeated, "model": str(a.model),
                           "model_bytes": a.model.stat().st_size, "compared": compared, "rounds": a.rounds, "results": rows}))
         return
     print(f"{a.model.name}, {a.model.stat().st_size / 1e9:.2f} GB, to bf16; {cpu()}, {os.cpu_count()} CPUs; {a.rounds} rounds;")
-    print(f"load at the start and after each round {', '.join(f'{one:.1f}' for one in load)}; " + ", ".join(version([a.ggshard, "--version"])))
+    print(f"load at the start and after each round {', '.join(f'{one:.1f}' for one in load)}, {turns.repeated} turns repeated; " + ", ".join(version([a.ggshard, "--version"])))
     print("; ".join(f"tp {tp}: {count} tensors compared, all equal" for tp, count in compared.items()) + "\n")
-    print("| to | tp | way | wall s | CPU s | anonymous MB, most | wall, times ggshard's | CPU, times ggshard's |")
+    print("| to | tp | way | wall s | CPU s | anonymous MiB, most | wall, times ggshard's | CPU, times ggshard's |")
     print("|---|---:|---|---:|---:|---:|---:|---:|")
     for (where, tp), by in results.items():
         for name, took in by.items():
             wall, used, most = zip(*took)
-            row = [where, str(tp), name, spread(wall), spread(used), f"{max(most):.0f}"]
+            row = [where, str(tp), name, turns.spread(wall), turns.spread(used), f"{max(most):.0f}"]
             for i in range(2):  # round by round, so that what disturbed a round disturbs both
                 ratios = [theirs[i] / ours[i] for theirs, ours in zip(took, by.get("ggshard", took))]
-                row.append("1" if name == "ggshard" else spread(ratios))
+                row.append("1" if name == "ggshard" else turns.spread(ratios))
             print(f"| {' | '.join(row)} |")
 
 
