@@ -17,7 +17,7 @@ mod writer;
 
 pub use digest::Digest;
 pub use folder::OutputFolder;
-pub(crate) use index::index;
+pub(crate) use index::Index;
 pub use manifest::Manifest;
 pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use source_hash::SourceHasher;

@@ -23,6 +23,8 @@ pub struct Writer<'a> {
     folder: &'a OutputFolder,
     /// By index of [`Plan::files`]; none for those that are not wanted.
     files: Vec<Option<RankFile>>,
+    /// The strings in each header.
+    metadata: BTreeMap<String, String>,
     /// Values that are not finite, by parameter and rank.
     nonfinite: Mutex<BTreeMap<(u32, u32), Nonfinite>>,
     /// Tensors that have begun to arrive, by (parameter, first of the ranks that hold it).
@@ -35,7 +37,8 @@ struct RankFile {
     /// Its index in [`Plan::files`].
     index: usize,
     name: String,
-    header: Vec<u8>,
+    /// Length of the header, which is made when the file is opened: headers of all files would be most of the memory.
+    header_bytes: u64,
     bytes: u64,
     hash: TreeHash,
     /// Bytes that have yet to be written.
@@ -60,18 +63,18 @@ impl<'a> Writer<'a> {
         plan: &'a Plan,
         folder: &'a OutputFolder,
         wanted: &BTreeSet<usize>,
-        metadata: &BTreeMap<String, String>,
+        metadata: BTreeMap<String, String>,
     ) -> Result<Self> {
         let files = plan.files.iter().enumerate().map(|(index, file)| -> Result<Option<RankFile>> {
             if !wanted.contains(&index) {
                 return Ok(None);
             }
-            let layout = header_of(plan, file, metadata)?;
+            let layout = header_of(plan, file, &metadata)?;
             let bytes = layout.file_bytes();
             Ok(Some(RankFile {
                 index,
                 name: file.name.clone(),
-                header: layout.to_bytes()?,
+                header_bytes: layout.header_bytes,
                 bytes,
                 hash: TreeHash::new(bytes),
                 missing: AtomicU64::new(bytes),
@@ -81,7 +84,7 @@ impl<'a> Writer<'a> {
         let files = files.collect::<Result<Vec<_>>>()?;
         let mut digests = Vec::new();
         digests.resize_with(plan.params.len() * plan.tp as usize, OnceLock::new);
-        Ok(Writer { plan, folder, files, nonfinite: Mutex::default(), tensors: Mutex::default(), digests })
+        Ok(Writer { plan, folder, files, metadata, nonfinite: Mutex::default(), tensors: Mutex::default(), digests })
     }
 
     /// Bytes of all files that will be written.
@@ -113,7 +116,7 @@ impl<'a> Writer<'a> {
             rank: self.plan.rank_of(planned),
             stage: Some(planned.stage).filter(|_| self.plan.stages.count() > 1 && planned.set == Set::Main),
             bytes: file.bytes,
-            header_bytes: file.header.len() as u64,
+            header_bytes: file.header_bytes,
             blake3: file.hash.finish()?.into(),
             tensors: tensors.collect::<Result<_>>()?,
         };
@@ -202,7 +205,7 @@ impl Sink for Writer<'_> {
             let file = self.files[slice.file as usize].as_ref().ok_or_else(|| {
                 Fault::new(format!("rank {rank} is not written")).tensor(&self.plan.params[param as usize].name).audit()
             })?;
-            self.write(file, file.header.len() as u64 + slice.offset + offset, bytes)?;
+            self.write(file, file.header_bytes + slice.offset + offset, bytes)?;
         }
         Ok(())
     }
@@ -254,8 +257,9 @@ impl Writer<'_> {
         let handle = Arc::new(self.folder.open_partial(&file.name)?);
         *state = Handle::Open(handle.clone());
         drop(state);
-        file.hash.add(0, &file.header)?;
-        self.write_at(file, &handle, 0, &file.header)?;
+        let header = header_of(self.plan, &self.plan.files[file.index], &self.metadata)?.to_bytes()?;
+        file.hash.add(0, &header)?;
+        self.write_at(file, &handle, 0, &header)?;
         Ok(handle)
     }
 }
