@@ -14,6 +14,7 @@ use crate::output::seal::Finished;
 use crate::output::work::{Counts, Record, Work};
 use crate::output::{Digest, OutputFolder, SourceHasher, Writer, space};
 use crate::plan::{Plan, PlannedFile};
+use crate::threads;
 
 /// Room that is left for the small files when free space is checked.
 const SPARE_BYTES: u64 = 16 << 20;
@@ -35,11 +36,19 @@ pub struct Output<'a> {
     /// Whether the folder becomes a checkpoint at the end; if not, [`seal`] makes it one when other processes have made
     /// the other ranks. By default, if all ranks are made here.
     pub seal: Option<bool>,
+    /// Whether files are written past the page cache (`O_DIRECT`). Workers wait for the disk then, so there are
+    /// [`Output::DIRECT_WORKERS`] times as many, unless their number was chosen.
+    pub direct: bool,
+}
+
+impl Output<'_> {
+    /// How many workers there are per CPU when files are written past the page cache.
+    pub const DIRECT_WORKERS: usize = 4;
 }
 
 impl<'a, P: AsRef<Path> + ?Sized> From<&'a P> for Output<'a> {
     fn from(folder: &'a P) -> Self {
-        Output { folder: folder.as_ref(), resume: false, keep: false, same_source: false, seal: None }
+        Output { folder: folder.as_ref(), resume: false, keep: false, same_source: false, seal: None, direct: false }
     }
 }
 
@@ -84,7 +93,7 @@ pub fn convert<'o>(
     extras: &Extras,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Report> {
-    let Output { folder: path, resume, keep, same_source, seal } = output.into();
+    let Output { folder: path, resume, keep, same_source, seal, direct } = output.into();
     let Planned { set, plan, .. } = planned;
     let ranks = ranks(plan, &options)?;
     let record = record::record(planned, extras, options.allow_nonfinite)?;
@@ -95,7 +104,7 @@ pub fn convert<'o>(
         Claimed::Open(folder) => folder,
         Claimed::Sealed(manifest, digest) => return Ok(Report::of_sealed(path, &ranks, &manifest, digest)),
     };
-    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, options: &options, progress };
+    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, options: &options, direct, progress };
     let (outcome, kept_files) = job.run(resume).inspect_err(|error| {
         if !can_be_resumed(error) {
             folder.set_keep(false);
@@ -150,24 +159,29 @@ struct Job<'a> {
     record: &'a Record,
     ranks: &'a [u32],
     options: &'a engine::Options,
+    direct: bool,
     progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Job<'_> {
     /// Makes the files that are not finished. Gives what the engine saw, and how many files were.
     fn run(&self, resume: bool) -> Result<(Outcome, usize)> {
-        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, options, progress } = *self;
+        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, options, direct, progress } = *self;
         let each = |_| options.check_cancel();
         let finished = if resume { folder.finished(record, ranks, options.threads, &each)? } else { Vec::new() };
         let finished: BTreeSet<usize> = finished.into_iter().map(|(index, _)| index).collect();
         let wanted: BTreeSet<usize> = record.files_of(ranks).filter(|index| !finished.contains(index)).collect();
         progress(finished.iter().map(|index| plan.files[*index].data_bytes).sum());
         check_space(folder.path(), plan, &wanted)?;
-        let writer = Writer::new(plan, folder, &wanted, metadata(env!("CARGO_PKG_VERSION")))?;
+        let writer = Writer::new(plan, folder, &wanted, metadata(env!("CARGO_PKG_VERSION")), direct)?;
         let skip = finished.iter().map(|index| *index as u32).collect();
         let hasher = options.hash_source.then(|| SourceHasher::new(set));
         let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
-        let engine = Engine::new(plan, set, engine::Options { skip, ..options.clone() }).observed(observer);
+        let threads = match options.threads {
+            0 if direct => threads::count(0) * Output::DIRECT_WORKERS,
+            threads => threads,
+        };
+        let engine = Engine::new(plan, set, engine::Options { skip, threads, ..options.clone() }).observed(observer);
         let outcome = engine.run(&writer, progress)?;
         writer.finish()?;
         if let Some(hasher) = hasher {

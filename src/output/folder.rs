@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::file::OutputFile;
 use super::manifest::{FileEntry, Manifest};
 use super::work::{Counted, Receipt, Record, Work};
 use super::{Digest, filename};
@@ -265,11 +266,11 @@ impl OutputFolder {
         &self.path
     }
 
-    /// Opens a new file under its partial name.
-    pub(super) fn open_partial(&self, name: &str) -> Result<File> {
+    /// Opens a new file of so many bytes under its partial name, to be written by way of the page cache or past it.
+    pub(super) fn open_partial(&self, name: &str, bytes: u64, direct: bool) -> Result<OutputFile> {
         let path = self.path.join(format!("{name}{PARTIAL}"));
         self.create_above(&path)?;
-        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        let file = OutputFile::create(&path, bytes, direct).map_err(|e| Error::io("create", &path, e))?;
         self.note(path);
         Ok(file)
     }
@@ -306,8 +307,11 @@ impl OutputFolder {
     /// Creates the manifest under its partial name.
     pub(super) fn begin_manifest(&self) -> Result<File> {
         // Never through a link that somebody left under that name.
-        remove(&self.path.join(format!("{}{PARTIAL}", filename::MANIFEST)))?;
-        self.open_partial(filename::MANIFEST)
+        let path = self.path.join(format!("{}{PARTIAL}", filename::MANIFEST));
+        remove(&path)?;
+        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        self.note(path);
+        Ok(file)
     }
 
     /// Gives all files their final names, then writes the small files and `B3SUMS`. Last, the manifest that was begun and

@@ -36,8 +36,8 @@ fn entry(name: &str) -> FileEntry {
 /// Finishes the files and writes the manifest.
 fn fill(folder: &OutputFolder) {
     for (index, name) in FILES.iter().enumerate() {
-        let file = folder.open_partial(name).unwrap();
-        folder.complete(index, entry(name), Vec::new(), &file).unwrap();
+        let file = folder.open_partial(name, 0, false).unwrap();
+        folder.complete(index, entry(name), Vec::new(), file.file()).unwrap();
     }
     write_manifest(folder);
 }
