@@ -7,7 +7,7 @@ use std::fmt::Write;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::Serialize;
 
@@ -16,7 +16,7 @@ use crate::engine::{Observer, check_cancel};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::output::{Digest, SourceHasher};
-use crate::threads::on_threads;
+use crate::threads::{into_inner, lock, on_threads};
 
 /// Values that a thread decodes at a time: 1 MiB of `f32`.
 const RUN: u64 = 256 << 10;
@@ -142,7 +142,7 @@ pub fn check(set: &GgufSet, options: &Options, progress: &(dyn Fn(u64) + Sync)) 
         state: Mutex::new(State { tensor: 0, run: 0, part: 0, requested: 0, counts, failure: None }),
     };
     on_threads(options.threads, || checker.work());
-    let State { counts, failure, .. } = checker.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let State { counts, failure, .. } = into_inner(checker.state);
     if let Some(error) = failure {
         return Err(error);
     }
@@ -210,7 +210,7 @@ struct Run<'a> {
 impl<'a> Checker<'a> {
     fn state(&self) -> MutexGuard<'_, State> {
         // Nothing panics between two writes to the state.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn work(&self) {

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use crate::threads::lock;
 
 /// Counts fetched source bytes.
 #[derive(Debug, Default)]
@@ -29,7 +31,7 @@ impl Reads {
     pub(super) fn record(&self, source: u32, range: Range<u64>) {
         self.bytes.fetch_add(range.end - range.start, Ordering::Relaxed);
         if let Some(ranges) = &self.ranges {
-            ranges[source as usize].lock().unwrap_or_else(PoisonError::into_inner).add(range);
+            lock(&ranges[source as usize]).add(range);
         }
     }
 
@@ -41,7 +43,7 @@ impl Reads {
     /// Bytes that were fetched more than once, if ranges were tracked.
     pub fn repeated(&self) -> Option<u64> {
         let ranges = self.ranges.as_ref()?;
-        Some(ranges.iter().map(|r| r.lock().unwrap_or_else(PoisonError::into_inner).repeated).sum())
+        Some(ranges.iter().map(|r| lock(r).repeated).sum())
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::job::{Job, Output, Read, Wanted, jobs};
 use super::tile::{Context, Scratch, Tile, tiles};
@@ -12,7 +12,7 @@ use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::plan::{Origin, Plan, PlannedSource};
-use crate::threads::on_threads;
+use crate::threads::{count, into_inner, lock, on_threads};
 
 /// How to execute a plan. None of it changes a byte of the output.
 #[derive(Debug, Clone)]
@@ -51,13 +51,9 @@ const TILES_PER_WORKER: u64 = 16;
 impl Options {
     /// The number of workers, and bytes of output per tile, that stay within [`Options::buffer_bytes`].
     fn share_buffers(&self) -> (usize, u64) {
-        let threads = match self.threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            threads => threads,
-        };
         let tiles = self.buffer_bytes / TILES_PER_WORKER;
         let smallest = SMALLEST_TILE.min(self.tile_bytes).max(1);
-        let threads = threads.min(usize::try_from(tiles / smallest).unwrap_or(usize::MAX)).max(1);
+        let threads = count(self.threads).min(usize::try_from(tiles / smallest).unwrap_or(usize::MAX)).max(1);
         (threads, self.tile_bytes.min(tiles / threads as u64).max(smallest))
     }
 
@@ -132,7 +128,7 @@ impl<'a> Engine<'a> {
             plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
         let nonfinite = Mutex::new(BTreeMap::<u32, Nonfinite>::new());
         let accept = |job: &Job, output: &Output, found: Nonfinite| {
-            *nonfinite.lock().unwrap_or_else(PoisonError::into_inner).entry(output.param).or_default() += found;
+            *lock(&nonfinite).entry(output.param).or_default() += found;
             sink.note(output.param, &output.ranks, found);
             if self.options.allow_nonfinite { Ok(()) } else { Err(refusal(plan, job, output, found)) }
         };
@@ -160,9 +156,9 @@ impl<'a> Engine<'a> {
             failure: Mutex::new(None),
         };
         on_threads(self.options.threads, || shared.work(&context, &self.options, progress));
-        match shared.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match into_inner(shared.failure) {
             Some(error) => Err(error),
-            None => Ok(Outcome { reads, nonfinite: nonfinite.into_inner().unwrap_or_else(PoisonError::into_inner) }),
+            None => Ok(Outcome { reads, nonfinite: into_inner(nonfinite) }),
         }
     }
 }
@@ -205,13 +201,13 @@ impl Shared<'_> {
         let _guard = StopOnPanic { stop: &self.stop, sink: context.sink };
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
-            let next = self.queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let next = lock(&self.queue).next();
             let Some((job, tile)) = next else { return };
             let done = options.check_cancel().and_then(|()| context.execute(&job, &tile, &mut scratch));
             match done {
                 Ok(bytes) => progress(bytes),
                 Err(error) => {
-                    self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    lock(&self.failure).get_or_insert(error);
                     self.stop.store(true, Ordering::Relaxed);
                     context.sink.stop();
                 }

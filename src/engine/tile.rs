@@ -104,7 +104,7 @@ impl Context<'_> {
         match job.read {
             Read::Fill { value, .. } => self.fill(job, tile, value, dtype, scratch),
             Read::Run { source, op, .. } => {
-                let found = self.decode_row(source, tile.cols.clone(), op, dtype, scratch, None)?;
+                let found = self.decode(source, tile.cols.clone(), op, dtype, scratch, None)?;
                 self.accept(job, tile, found)?;
                 self.put_run(job, tile.cols.start - job_start(&job.read), dtype, &scratch.decoded)
             }
@@ -171,9 +171,11 @@ impl Context<'_> {
         let taken = output.taken(tile);
         let mut found = Nonfinite::default();
         let mut scratch = Scratch::default();
+        // These bytes were fetched before, and are in the page cache.
+        let again = Context { reads: &Reads::default(), observer: None, ..*self };
         for row in tile.rows.clone().filter(|_| taken.start < taken.end) {
             let first = start + row * stride;
-            found += self.decode(source, first + taken.start..first + taken.end, op, dtype, &mut scratch, None)?;
+            found += again.decode(source, first + taken.start..first + taken.end, op, dtype, &mut scratch, None)?;
         }
         Ok(found)
     }
@@ -220,7 +222,7 @@ impl Context<'_> {
         if cols == stride {
             // Whole rows follow each other in the source: they are one run.
             let run = start + tile.rows.start * stride..start + tile.rows.end * stride;
-            return self.decode_row(source, run, op, dtype, scratch, None);
+            return self.decode(source, run, op, dtype, scratch, None);
         }
         let row_bytes = (cols * dtype.bytes()) as usize;
         let rows = (tile.rows.end - tile.rows.start) as usize;
@@ -229,28 +231,12 @@ impl Context<'_> {
         for (i, row) in tile.rows.clone().enumerate() {
             let first = start + row * stride;
             let range = first + tile.cols.start..first + tile.cols.end;
-            found += self.decode_row(source, range, op, dtype, scratch, Some(i * row_bytes..(i + 1) * row_bytes))?;
+            found += self.decode(source, range, op, dtype, scratch, Some(i * row_bytes..(i + 1) * row_bytes))?;
         }
         Ok(found)
     }
 
     /// Decodes elements of a source into a range of `scratch.decoded`, or into all of it.
-    fn decode_row(
-        &self,
-        source: u32,
-        elements: Range<u64>,
-        op: ValueOp,
-        dtype: Dtype,
-        scratch: &mut Scratch,
-        at: Option<Range<usize>>,
-    ) -> Result<Nonfinite> {
-        let ty = self.set.tensors()[source as usize].ty;
-        let blocks = elements.start / ty.block()..elements.end.div_ceil(ty.block());
-        self.reads.record(source, blocks.start * ty.block_bytes()..blocks.end * ty.block_bytes());
-        self.decode(source, elements, op, dtype, scratch, at)
-    }
-
-    /// As [`Context::decode_row`], but the bytes do not count as fetched.
     fn decode(
         &self,
         source: u32,
@@ -274,6 +260,7 @@ impl Context<'_> {
         let (block, block_bytes) = (ty.block(), ty.block_bytes());
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
+        self.reads.record(source, range.clone());
         let scale = op.scale.map(|(source, element)| self.scale(source, element, scratch)).transpose()?;
         let bytes = self.fetch(source, range, &mut scratch.source)?;
         let skipped = (elements.start - blocks.start * block) as usize;

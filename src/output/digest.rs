@@ -4,15 +4,13 @@ use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::treehash::TreeHash;
 use crate::error::{Error, Result};
-use crate::threads::on_threads;
+use crate::threads::share_out;
 
 /// A 32-byte BLAKE3 digest, written as 64 lower-case hexadecimal digits.
 ///
@@ -38,28 +36,14 @@ impl Digest {
     ) -> Result<Self> {
         const TILE: u64 = 1 << 20;
         let hash = TreeHash::new(bytes);
-        let next = AtomicU64::new(0);
-        let failure = Mutex::new(None);
-        on_threads(threads, || {
-            let mut buffer = vec![0; TILE.min(bytes) as usize];
-            loop {
-                let offset = next.fetch_add(TILE, Ordering::Relaxed);
-                if offset >= bytes {
-                    return;
-                }
-                let tile = &mut buffer[..TILE.min(bytes - offset) as usize];
-                let read = file.read_exact_at(tile, offset).map_err(|e| Error::io("read", path, e));
-                let done = read.and_then(|()| hash.add(offset, tile)).and_then(|()| each(tile.len() as u64));
-                if let Err(error) = done {
-                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                    next.store(bytes, Ordering::Relaxed);
-                }
-            }
-        });
-        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(error),
-            None => Ok(hash.finish()?.into()),
-        }
+        share_out(threads, bytes.div_ceil(TILE), |buffer: &mut Vec<u8>, tile| {
+            let offset = tile * TILE;
+            buffer.resize(TILE.min(bytes - offset) as usize, 0);
+            file.read_exact_at(buffer, offset).map_err(|e| Error::io("read", path, e))?;
+            hash.add(offset, buffer)?;
+            each(buffer.len() as u64)
+        })?;
+        Ok(hash.finish()?.into())
     }
 
     /// The raw 32 bytes.

@@ -11,13 +11,12 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use super::{Digest, TreeHash};
 use crate::engine::{Observer, check_cancel};
 use crate::error::Result;
 use crate::gguf::{Advice, GgufSet};
-use crate::threads::on_threads;
+use crate::threads::share_out;
 
 /// Bytes of a window; a power of two, so that it is one subtree of the hash.
 const WINDOW: u64 = 1 << 20;
@@ -70,31 +69,16 @@ impl<'a> SourceHasher<'a> {
     /// Those of reading the source, and [`Error::Cancelled`](crate::Error::Cancelled) once `cancel` is set.
     pub fn finish(&self, threads: usize, cancel: Option<&AtomicBool>) -> Result<Vec<Digest>> {
         for (index, part) in self.parts.iter().enumerate() {
-            let next = AtomicU64::new(0);
-            let failure = Mutex::new(None);
-            on_threads(threads, || {
-                let mut buffer = Vec::new();
-                loop {
-                    let window = next.fetch_add(1, Ordering::Relaxed);
-                    if window >= part.windows() {
-                        return;
-                    }
-                    if !part.take(window) {
-                        continue;
-                    }
-                    let ahead = (window + AHEAD) * WINDOW;
-                    // Advice only: what the system makes of it changes nothing but speed.
-                    let _ = self.set.advise(index, ahead..ahead + WINDOW, Advice::WillNeed);
-                    let hashed = check_cancel(cancel).and_then(|()| self.hash(index, window, &mut buffer));
-                    if let Err(error) = hashed {
-                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                        next.store(part.windows(), Ordering::Relaxed);
-                    }
+            share_out(threads, part.windows(), |buffer, window| {
+                if !part.take(window) {
+                    return Ok(());
                 }
-            });
-            if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                return Err(error);
-            }
+                let ahead = (window + AHEAD) * WINDOW;
+                // Advice only: what the system makes of it changes nothing but speed.
+                let _ = self.set.advise(index, ahead..ahead + WINDOW, Advice::WillNeed);
+                check_cancel(cancel)?;
+                self.hash(index, window, buffer)
+            })?;
         }
         self.parts.iter().map(|part| part.tree.finish().map(Digest::from)).collect()
     }

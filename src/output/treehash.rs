@@ -17,11 +17,12 @@
 //! node: for a power of two of chunks the two halves are kept apart until [`TreeHash::finish`].
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
 use crate::error::{Fault, Result};
+use crate::threads::lock;
 
 const CHUNK: u64 = blake3::CHUNK_LEN as u64;
 
@@ -235,7 +236,7 @@ impl TreeHash {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics between two writes to the state.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

@@ -13,7 +13,7 @@ use crate::error::{Fault, Result};
 use crate::gguf::read_up_to;
 use crate::plan::Plan;
 use crate::regular;
-use crate::threads::lock;
+use crate::threads::{into_inner, lock};
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 64 << 10;
@@ -96,7 +96,7 @@ impl<'a> Comparer<'a> {
                 report.push(Finding::new(file.name, What::Unreadable).found(failure));
             }
         }
-        let differences = self.differences.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let differences = into_inner(self.differences);
         for ((file, param), difference) in differences {
             let (planned, param) = (&self.plan.files[file as usize], &self.plan.params[param as usize]);
             let Some(written) = &self.files[file as usize] else { continue };

@@ -11,7 +11,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::{Finding, Options, Report, Step, What};
 use crate::engine::check_cancel;
@@ -21,7 +21,7 @@ use crate::output::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::output::safetensors::SafetensorsHeader;
 use crate::output::treehash::TreeHash;
 use crate::regular;
-use crate::threads::{lock, on_threads};
+use crate::threads::{into_inner, lock, on_threads};
 
 /// Bytes that are read at a time.
 const TILE: u64 = 1 << 20;
@@ -157,7 +157,7 @@ fn check_targets<'m>(
         Depth::Headers => checker.look(),
         Depth::Contents => checker.work(),
     });
-    let mut results = checker.results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut results = into_inner(checker.results);
     if let Some(error) = results.error {
         return Err(error);
     }

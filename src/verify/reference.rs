@@ -20,7 +20,6 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::report::REFERENCE;
@@ -29,7 +28,7 @@ use crate::engine::check_cancel;
 use crate::error::{Error, Fault, Result};
 use crate::output::manifest::{FileEntry, Manifest, Parameter, TensorEntry};
 use crate::regular;
-use crate::threads::{lock, on_threads};
+use crate::threads::{into_inner, lock, on_threads};
 
 mod original;
 mod place;
@@ -104,7 +103,7 @@ impl Original {
                 lock(&done).push((index, result));
             }
         });
-        let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut done = into_inner(done);
         done.sort_by_key(|(index, _)| *index);
         let mut summary = Summary { max_rms: self.max_rms, ..Summary::default() };
         let mut distances: Vec<(f64, &str)> = Vec::new();

@@ -32,6 +32,7 @@ use crate::output::filename::WORK;
 use crate::output::lock::Lock;
 use crate::output::manifest::{FileEntry, OtherFile};
 use crate::regular;
+use crate::threads::lock;
 
 /// The largest file that is read here, in bytes.
 const READ_LIMIT: u64 = 1 << 30;
@@ -169,7 +170,7 @@ impl Work {
     /// Writes the receipt of a file.
     pub fn write_receipt(&self, file: usize, entry: FileEntry, counted: Vec<Counted>) -> Result<()> {
         let receipt = Receipt { record: self.record, file: entry, counted };
-        self.receipts.lock().unwrap_or_else(PoisonError::into_inner).push(file);
+        lock(&self.receipts).push(file);
         self.write(&receipt_name(file), &receipt.to_bytes()?)
     }
 
