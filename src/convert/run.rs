@@ -145,7 +145,7 @@ fn nonfinite(parameters: &[Parameter]) -> BTreeMap<String, (u64, u64, u64)> {
 /// Whether it makes sense to go on where this error ended a conversion. After the others, the same would happen again.
 fn can_be_resumed(error: &Error) -> bool {
     match error {
-        Error::Io { .. } | Error::Truncated(_) | Error::Output(_) | Error::Cancelled(_) => true,
+        Error::Io { .. } | Error::Truncated(_) | Error::Output(_) | Error::Device(_) | Error::Cancelled(_) => true,
         Error::Container(_)
         | Error::Unsupported(_)
         | Error::Split(_)
