@@ -1,0 +1,5 @@
+//! The GPU: kernels of `kernels/`, and what the host says to them.
+
+pub mod launch;
+
+pub use launch::{Grid, Launch};
