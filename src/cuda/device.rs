@@ -11,7 +11,7 @@ use super::driver::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, Driver, DriverError, Functions, call,
     driver,
 };
-use super::launch::{self, Launch};
+use super::launch::{Grid, Launch, kernel};
 use crate::gguf::GgmlType;
 use crate::gguf::types::TYPES;
 
@@ -129,7 +129,7 @@ impl Device {
         // SAFETY: an image that is part of the program: ELF, or text with a zero byte at its end.
         unsafe { call!(functions, cuModuleLoadData(&mut self.module, self.artifact.image.as_ptr().cast())) }?;
         for info in TYPES {
-            let Some(name) = launch::kernel(info.ty).and_then(|name| CString::new(name).ok()) else { continue };
+            let Some(name) = kernel(info.ty).and_then(|name| CString::new(name).ok()) else { continue };
             let mut function = std::ptr::null_mut();
             // SAFETY: the module is loaded and the name ends with a zero byte.
             unsafe { call!(functions, cuModuleGetFunction(&mut function, self.module, name.as_ptr())) }?;
@@ -315,10 +315,9 @@ impl Stream {
     /// What `launch` reads and writes is memory of this device, and is not used otherwise or freed before the kernel is
     /// waited for.
     pub unsafe fn launch(&self, ty: GgmlType, mut launch: Launch) -> Result<(), DriverError> {
-        let Some(kernel) = self.device.kernels.get(&ty) else {
-            return Err(DriverError { call: "cuLaunchKernel", code: -1, name: format!("no kernel for {ty}") });
-        };
-        let (grid, block) = launch.grid();
+        let refused = |name: String| DriverError { call: "cuLaunchKernel", code: -1, name };
+        let kernel = self.device.kernels.get(&ty).ok_or_else(|| refused(format!("no kernel for {ty}")))?;
+        let Grid { blocks, threads } = launch.grid().ok_or_else(|| refused("no grid for the rectangle".to_owned()))?;
         let mut parameters = [(&raw mut launch).cast::<c_void>()];
         // SAFETY: the kernel takes one `Launch` by value, which the driver copies before this returns; the caller
         // answers for what it points to.
@@ -327,12 +326,12 @@ impl Stream {
                 self.device.functions,
                 cuLaunchKernel(
                     *kernel,
-                    grid.0,
-                    grid.1,
-                    1,
-                    block.0,
-                    block.1,
-                    1,
+                    blocks[0],
+                    blocks[1],
+                    blocks[2],
+                    threads[0],
+                    threads[1],
+                    threads[2],
                     0,
                     self.stream,
                     parameters.as_mut_ptr(),

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::device::{Device, Event, Memory, Pinned, Stream};
 use super::driver::DriverError;
-use super::launch::Launch;
+use super::launch::{self, Launch};
 use crate::dequant::{FloatType, Nonfinite};
 use crate::gguf::GgmlType;
 
@@ -151,7 +151,7 @@ impl Lane {
         let Streams { decode, out } = &*self.streams;
         self.device().enter()?;
         // SAFETY: `decode` waits for everything that is enqueued here before anybody uses the buffers again; the
-        // kernels read the source, of which `Piece` gives ranges that `launch` checks, and write to `pieces`.
+        // kernels read the source, of which `Piece` gives ranges that `reading` checks, and write to `pieces`.
         unsafe {
             if send > 0 {
                 decode.copy_in(&self.input, send, &self.source, 0)?;
@@ -163,7 +163,7 @@ impl Lane {
                     out_start: 0,
                     out_stride: if piece.transpose { piece.rows } else { piece.cols },
                     counts: self.pieces.at(i * COUNTS, COUNTS),
-                    ..launch(&self.source, values, piece)
+                    ..reading(&self.source, values, piece)
                 };
                 decode.launch(values.ty, launch)?;
             }
@@ -177,7 +177,7 @@ impl Lane {
 }
 
 /// A launch that reads a piece; where it writes to is for the caller to say. A piece beyond the source is a defect.
-fn launch(source: &Memory, values: Values, piece: &Piece) -> Launch {
+fn reading(source: &Memory, values: Values, piece: &Piece) -> Launch {
     let Values { ty, scale, add, dtype } = values;
     let blocks = (piece.skip + piece.cols).div_ceil(ty.block()) * ty.block_bytes();
     let bytes = piece.rows.saturating_sub(1) * piece.row_bytes as u64 + blocks;
@@ -190,11 +190,7 @@ fn launch(source: &Memory, values: Values, piece: &Piece) -> Launch {
         cols: piece.cols,
         out_start: 0,
         out_stride: 0,
-        dtype: match dtype {
-            FloatType::BF16 => 0,
-            FloatType::F16 => 1,
-            FloatType::F32 => 2,
-        },
+        dtype: launch::dtype(dtype),
         transpose: u32::from(piece.transpose),
         has_scale: u32::from(scale.is_some()),
         has_add: u32::from(add.is_some()),

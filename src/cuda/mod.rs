@@ -5,7 +5,7 @@
 //! | `driver` | the driver's functions, found in its library when first asked for |
 //! | [`Absence`] | every reason why a device cannot be used |
 //! | `artifact` | the kernels that are part of the program, and which of them a device takes |
-//! | `launch` | what a kernel is launched with |
+//! | [`launch`] | what a kernel is launched with |
 //! | `device` | a device with its kernels, streams, events and memory, each freed when it is dropped |
 //! | `lane` | buffers for one tile, and the way of a tile through them |
 //! | [`devices`] | the list for people |
@@ -17,7 +17,7 @@ mod artifact;
 mod device;
 mod driver;
 mod lane;
-mod launch;
+pub mod launch;
 mod list;
 
 pub use absence::{Absence, Capability};
