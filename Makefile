@@ -10,7 +10,7 @@
 # make bench-evidence     conversions next to what the machine can do; some minutes
 # make test-browser        the picture of a plan in headless Chromium
 #
-# Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
+# Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3, a C and a C++ compiler; the rest is set up here.
 # GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
 # GGSHARD=PROGRAM has test-vllm and test-ray use a program that is built already.
 
