@@ -15,7 +15,7 @@ static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 static thread_local int misaligned;
 
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define BEFORE_ACCESS(address, bytes) misaligned += reinterpret_cast<std::size_t>(address) % (bytes) != 0
 
 static void atomicAdd(unsigned long long *counter, unsigned long long count) { *counter += count; }
