@@ -18,7 +18,7 @@ struct Launch {
     u8 *out;          // a multiple of 16
     u64 row_bytes;    // from one row's first block to the next's
     u64 skip;         // elements of a row's first block before the first wanted column
-    u64 rows, cols;   // the wanted rectangle
+    u64 rows, cols;   // the wanted rectangle; rows, and skip + cols, below 2^31
     u64 out_start;    // element of `out` that takes (0, 0)
     u64 out_stride;   // elements between rows of the output (plain) or between columns (transposed)
     u32 dtype;        // TO_BF16, TO_F16 or TO_F32
@@ -31,6 +31,8 @@ struct Launch {
 constexpr u32 THREADS = 256;
 // Groups that a thread decodes before it takes the next stride in y.
 constexpr u32 ROUNDS = 4;
+// Blocks that a multiprocessor can hold at least, so that registers suffice and none is spilled.
+constexpr u32 RESIDENT = 5;
 
 // The eight weights of a block's group. Lanes from `end` on are not in the row, which only matters where a weight is a block.
 template <class T> DEVICE void decode(const u8 *block, u32 group, u32 end, float *values) {
@@ -46,30 +48,29 @@ template <class T> DEVICE void decode(const u8 *block, u32 group, u32 end, float
 }
 
 // Eight finite values that lie together at a multiple of 16 bytes.
-DEVICE void place_together(const Launch &launch, const float *values, u64 at) {
-    const Outputs outputs = narrow(values, launch.dtype);
+DEVICE void place_together(u8 *to, const float *values, u32 dtype) {
+    const Outputs outputs = narrow(values, dtype);
     const u32 *const words = outputs.words;
-    u8 *const to = launch.out + (launch.dtype == TO_F32 ? 4 : 2) * at;
     store(to, words[0], words[1], words[2], words[3]);
-    if (launch.dtype == TO_F32) {
+    if (dtype == TO_F32) {
         store(to + 16, words[4], words[5], words[6], words[7]);
     }
 }
 
-// Lanes begin..end of any values, lane i at element at + i * step. Counts what is not finite.
-DEVICE void place_each(const Launch &launch, float *values, bool unify, u64 at, u64 step, u32 begin, u32 end) {
+// Lanes begin..end of any values, lane i at to + i * step. Counts what is not finite.
+DEVICE void place_each(const Launch &launch, float *values, bool unify, u8 *to, u64 step, u32 begin, u32 end) {
     Counts counts = {0, 0, 0};
 #pragma unroll 1
     for (u32 i = 0; i < end; i++) {
         if (begin <= i) {
-            const u32 word = careful(values[0], launch.dtype, unify, counts);
-            if (launch.dtype == TO_F32) {
-                store(launch.out + 4 * at, word);
+            const u32 dtype = here(launch.dtype), word = careful(values[0], dtype, unify, counts);
+            if (dtype == TO_F32) {
+                store(to, word);
             } else {
-                store(launch.out + 2 * at, static_cast<u16>(word));
+                store(to, static_cast<u16>(word));
             }
         }
-        at += step;
+        to += step;
         // Moved up rather than indexed: registers have no index.
         for (u32 j = 0; j < 7; j++) {
             values[j] = values[j + 1];
@@ -86,59 +87,65 @@ DEVICE void place_each(const Launch &launch, float *values, bool unify, u64 at, 
     }
 }
 
-// Value after value, as the CPU engine does.
+// Each rounded, as the CPU engine does. To add -0 changes nothing.
 DEVICE void apply(const Launch &launch, float *values) {
+    const float scale = launch.has_scale ? launch.scale : 1.0f, summand = launch.has_add ? launch.add : -0.0f;
     for (u32 i = 0; i < 8; i++) {
-        values[i] = launch.has_scale ? mul(values[i], launch.scale) : values[i];
-        values[i] = launch.has_add ? add(values[i], launch.add) : values[i];
+        values[i] = add(mul(values[i], scale), summand);
     }
 }
 
 template <class T> DEVICE void run(const Launch &launch) {
-    const u64 first_group = launch.skip / 8, groups = (launch.skip + launch.cols + 7) / 8 - first_group;
+    const u32 skip = static_cast<u32>(launch.skip), cols = static_cast<u32>(launch.cols);
+    const u32 rows = static_cast<u32>(launch.rows), first_group = skip / 8, groups = (skip + cols + 7) / 8 - first_group;
     const bool turned = launch.transpose != 0, changed = launch.has_scale | launch.has_add;
-    const u64 width = turned ? launch.rows : groups, height = turned ? groups : launch.rows;
-    const u64 x = static_cast<u64>(blockIdx.x) * (blockDim.x * ROUNDS) + threadIdx.x;
+    const u32 width = turned ? rows : groups, height = turned ? groups : rows;
+    const u32 x = blockIdx.x * (blockDim.x * ROUNDS) + threadIdx.x;
+    if (x >= width) {
+        return;
+    }
 
     // What changes from round to round. Rounds are whole blocks apart, so that a thread has the same group of each.
     constexpr u32 GROUPS = T::WEIGHTS < 8 ? 1 : T::WEIGHTS / 8, GROUPS_BYTES = T::WEIGHTS < 8 ? 8 * T::BYTES : T::BYTES;
+    const u32 size = launch.dtype == TO_F32 ? 4 : 2;
     const u64 source_step = turned ? blockDim.x * launch.row_bytes : blockDim.x / GROUPS * GROUPS_BYTES;
-    const u64 column_step = turned ? 0 : 8 * blockDim.x, at_step = turned ? blockDim.x : 8 * blockDim.x;
-    const u64 step = turned ? launch.out_stride : 1;
+    const u32 column_step = turned ? 0 : 8 * blockDim.x, to_step = blockDim.x * (turned ? size : 8 * size);
+    const u64 step = turned ? launch.out_stride * size : size;
 
-    for (u64 y = blockIdx.y * blockDim.y + threadIdx.y; y < height; y += gridDim.y * blockDim.y) {
-        const u64 row = turned ? x : y, group = first_group + (turned ? y : x);
-        const u8 *source = launch.source + row * launch.row_bytes + group / GROUPS * GROUPS_BYTES;
-        // The column of lane 0, "negative" in the first group if that begins before the first wanted column.
-        u64 column = 8 * group - launch.skip;
-        u64 at = launch.out_start + (turned ? row : row * launch.out_stride) + column * step;
-        const bool aligned = !turned && at % (launch.dtype == TO_F32 ? 4 : 8) == 0;
+    for (u32 y = blockIdx.y * blockDim.y + threadIdx.y; y < height; y += gridDim.y * blockDim.y) {
+        const u32 row = turned ? x : y, group = first_group + (turned ? y : x), part = here(group % GROUPS);
+        const u8 *source = launch.source + row * launch.row_bytes + static_cast<u64>(group / GROUPS) * GROUPS_BYTES;
+        // The column of lane 0: negative in the first group if that begins before the first wanted column.
+        int column = static_cast<int>(8 * group - skip);
+        u8 *to = launch.out + (launch.out_start + (turned ? row : row * launch.out_stride)) * size;
+        to += column * static_cast<long long>(step);
+        u32 left = width - x;
 #pragma unroll 1
-        for (u32 round = 0; round < ROUNDS && x + round * blockDim.x < width; round++) {
-            const bool whole = column < launch.cols && launch.cols - column >= 8;
-            u32 begin = 0, end = 8;
-            if (!whole) {
-                begin = column < launch.cols ? 0 : static_cast<u32>(0 - column);
-                end = launch.cols - column < 8 ? static_cast<u32>(launch.cols - column) : 8;
-            }
+        for (u32 round = 0; round < ROUNDS; round++) {
+            const u32 begin = column < 0 ? -column : 0, there = cols - column, end = there < 8 ? there : 8;
             float values[8];
-            decode<T>(source, static_cast<u32>(group % GROUPS), end, values);
+            decode<T>(source, part, end, values);
             if (changed) {
                 apply(launch, values);
             }
-            if (whole && aligned && all_finite(values, launch.dtype)) {
-                place_together(launch, values, at);
+            const bool together = !turned && end - begin == 8 && (reinterpret_cast<u64>(to) & 15) == 0;
+            if (together && all_finite(values, launch.dtype)) {
+                place_together(to, values, launch.dtype);
             } else {
-                place_each(launch, values, T::COMPUTES || changed, at, step, begin, end);
+                place_each(launch, values, T::COMPUTES || changed, to, step, begin, end);
             }
+            if (left <= blockDim.x) {
+                break;
+            }
+            left -= blockDim.x;
             source += source_step;
             column += column_step;
-            at += at_step;
+            to += to_step;
         }
     }
 }
 
 #define KERNEL(TYPE)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS) ggshard_##TYPE(const Launch launch) { run<TYPE>(launch); }
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ggshard_##TYPE(const Launch launch) { run<TYPE>(launch); }
 
 FOR_EACH_TYPE(KERNEL)

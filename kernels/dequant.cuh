@@ -61,9 +61,12 @@ DEVICE Codes spread(u32 byte) {
     return {(byte & 15) * 0x00204081 & 0x01010101, (byte >> 4) * 0x00204081 & 0x01010101};
 }
 
+// 2^23. An instruction takes one number as it is, which should be the selector.
+HIDDEN u32 FRAME = 0x4B000000;
+
 // Byte i of a word, less `zero`.
 DEVICE float code(u32 word, u32 i, float zero) {
-    return add(number(permute(word, 0x4B000000, 0x7540 | i)), -(8388608.0f + zero));
+    return add(number(permute(word, FRAME, 0x7540 | i)), -(8388608.0f + zero));
 }
 
 // out[i] = scale * (codes[i] - zero).

@@ -19,6 +19,15 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof
 // Read through the L1 cache: lanes look up different entries, which constant memory would serve one after the other.
 #define TABLE static __device__ const
 
+// A number that the assembler cannot see, and so keeps in a register.
+#define HIDDEN static __constant__
+
+// The value itself, computed here: the compiler does not compute it again, or take decisions on it, elsewhere.
+DEVICE u32 here(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // A little-endian value at an address that is a multiple of its size, and does not change during the launch.
 template <class T> DEVICE T load(const u8 *at) {
     return __ldg(reinterpret_cast<const T *>(at));
@@ -60,6 +69,9 @@ template <class T> DEVICE void store(u8 *at, T value) {
 
 #define DEVICE inline
 #define TABLE static const
+#define HIDDEN static const
+
+inline u32 here(u32 value) { return value; }
 
 // The includer may look at every access before it happens.
 #ifndef BEFORE_ACCESS

@@ -9,6 +9,8 @@ const THREADS: u32 = 256;
 const ROUNDS: u64 = 4;
 /// Blocks that a grid can have in y; kernels take strides over what is left.
 const MOST_IN_Y: u64 = 65535;
+/// Rows, and columns with what is skipped, of a launch: kernels count both in 31 bits.
+const MOST: u64 = i32::MAX as u64;
 /// Threads in x of a transposing block: rows, whose elements lie together in the output.
 const TURNED_X: u32 = 32;
 
@@ -27,9 +29,9 @@ pub struct Launch {
     pub row_bytes: u64,
     /// Elements of a row's first block before the first wanted column; fewer than a block.
     pub skip: u64,
-    /// Rows wanted.
+    /// Rows wanted; fewer than 2^31.
     pub rows: u64,
-    /// Columns wanted, fewer than 2^34.
+    /// Columns wanted; with `skip`, fewer than 2^31.
     pub cols: u64,
     /// Element of the output that takes row 0, column 0.
     pub out_start: u64,
@@ -63,16 +65,17 @@ pub struct Grid {
 }
 
 impl Launch {
-    /// The grid that covers the rectangle. None if the rectangle is empty, or has more than 2^31 blocks in a row.
+    /// The grid that covers the rectangle. None if the rectangle is empty or too large for one launch.
     pub fn grid(&self) -> Option<Grid> {
-        if self.rows == 0 || self.cols == 0 {
+        let end = self.skip.checked_add(self.cols)?;
+        if self.rows == 0 || self.cols == 0 || self.rows > MOST || end > MOST {
             return None;
         }
-        let groups = self.skip.checked_add(self.cols)?.div_ceil(8) - self.skip / 8;
+        let groups = end.div_ceil(8) - self.skip / 8;
         let (width, height) = if self.transpose != 0 { (self.rows, groups) } else { (groups, self.rows) };
         let x = if self.transpose != 0 { TURNED_X } else { threads_in_x(width) };
         let y = THREADS / x;
-        let wide = i32::try_from(width.div_ceil(x as u64 * ROUNDS)).ok()? as u32;
+        let wide = width.div_ceil(x as u64 * ROUNDS) as u32;
         let high = height.div_ceil(y as u64).min(MOST_IN_Y) as u32;
         Some(Grid { blocks: [wide, high, 1], threads: [x, y, 1] })
     }
@@ -172,8 +175,8 @@ mod tests {
         assert_eq!(grid(1, 8, 4, 0).threads, [2, 128, 1]);
         assert_eq!(grid(1 << 30, 8, 0, 0).blocks, [1, 65535, 1]);
         assert_eq!(grid(512, 128, 0, 1), Grid { blocks: [4, 2, 1], threads: [32, 8, 1] });
-        for empty in [launch(0, 8, 0, 0), launch(8, 0, 0, 0), launch(1, u64::MAX, 1, 0), launch(1, 1 << 60, 0, 0)] {
-            assert_eq!(empty.grid(), None);
+        for (rows, cols, skip) in [(0, 8, 0), (8, 0, 0), (1, u64::MAX, 1), (1, MOST, 1), (MOST + 1, 1, 0)] {
+            assert_eq!(launch(rows, cols, skip, 0).grid(), None);
         }
     }
 }
