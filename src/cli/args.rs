@@ -251,6 +251,9 @@ pub struct Verify {
 /// `ggshard bench`
 #[derive(Debug, clap::Args)]
 pub struct Bench {
+    /// Measure these CUDA devices instead of the CPU: copies, decoding, and with --source conversions by the CPU and by them.
+    #[arg(long, value_name = "cuda:N", value_parser = cuda_devices)]
+    pub device: Option<Device>,
     /// Where files are written and read, as conversions would; they are removed. A folder that exists.
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
@@ -349,6 +352,13 @@ fn ranks(text: &str) -> Result<Ranks, String> {
     ranks.sort_unstable();
     ranks.dedup();
     Ok(Ranks(ranks))
+}
+
+fn cuda_devices(text: &str) -> Result<Device, String> {
+    match text.parse()? {
+        Device::Cpu | Device::Auto => Err(format!("'{text}' is no CUDA device; write cuda, cuda:0 or cuda:0,1")),
+        Device::Cuda(ordinals) => Ok(Device::Cuda(ordinals)),
+    }
 }
 
 fn max_rms(text: &str) -> Result<f64, String> {

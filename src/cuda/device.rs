@@ -1,4 +1,4 @@
-//! A device with the kernels loaded, its streams and its memory. One of the three files of this folder with `unsafe`.
+//! A device with the kernels loaded, its streams and its memory. One of the four files of this folder with `unsafe`.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int, c_void};
@@ -8,8 +8,8 @@ use std::sync::Arc;
 use super::absence::{Absence, Capability};
 use super::artifact::{Artifact, choose};
 use super::driver::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, Driver, DriverError, Functions, call,
-    driver,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, Driver, DriverError, Functions, Version,
+    call, driver,
 };
 use super::launch::{Grid, Launch, kernel};
 use crate::gguf::GgmlType;
@@ -65,6 +65,7 @@ pub(crate) struct Device {
     functions: &'static Functions,
     ordinal: u32,
     about: About,
+    version: Version,
     context: Context,
     module: CUmodule,
     artifact: Artifact,
@@ -118,7 +119,8 @@ impl Device {
         let artifact = choose(about.capability, driver.version)?;
         let context = Context::retain(functions, handle(functions, ordinal)?)?;
         let (module, kernels) = (std::ptr::null_mut(), BTreeMap::new());
-        let mut device = Device { functions, ordinal, about, context, module, artifact, kernels };
+        let version = driver.version;
+        let mut device = Device { functions, ordinal, about, version, context, module, artifact, kernels };
         device.enter()?;
         device.load().map_err(|error| Absence::Refused { artifact: artifact.name, error })?;
         Ok(Arc::new(device))
@@ -154,6 +156,21 @@ impl Device {
         format!("CUDA device {} ({})", self.ordinal, self.about.name)
     }
 
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.about.name
+    }
+
+    /// Its architecture.
+    pub fn capability(&self) -> Capability {
+        self.about.capability
+    }
+
+    /// The newest version of CUDA that the driver knows.
+    pub fn driver(&self) -> Version {
+        self.version
+    }
+
     /// Whether there is a kernel for a type.
     pub fn decodes(&self, ty: GgmlType) -> bool {
         self.kernels.contains_key(&ty)
@@ -184,6 +201,11 @@ impl Memory {
         // SAFETY: `pointer` is written to; it is freed once, when this is dropped.
         unsafe { call!(device.functions, cuMemAlloc_v2(&mut pointer, len.max(1))) }?;
         Ok(Memory { device: Arc::clone(device), pointer, len })
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
     }
 
     /// The address of a byte range. A range that is not in it is a defect of the caller.
@@ -296,6 +318,16 @@ impl Stream {
         let target = to.bytes_mut()[..len].as_mut_ptr().cast();
         // SAFETY: both ranges are in their allocations; the caller keeps them.
         unsafe { call!(self.device.functions, cuMemcpyDtoHAsync_v2(target, from.at(0, len), len, self.stream)) }
+    }
+
+    /// Copies `len` bytes from one memory of the device to another.
+    ///
+    /// # Safety
+    ///
+    /// Neither is used otherwise or freed before the copy is waited for.
+    pub unsafe fn copy(&self, from: &Memory, to: &Memory, len: usize) -> Result<(), DriverError> {
+        // SAFETY: both ranges are in their allocations; the caller keeps them.
+        unsafe { call!(self.device.functions, cuMemcpyDtoDAsync_v2(to.at(0, len), from.at(0, len), len, self.stream)) }
     }
 
     /// Sets `len` bytes from `at` on to zero.

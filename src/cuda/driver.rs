@@ -1,4 +1,4 @@
-//! The driver's functions, found by name in its library. One of the three files of this folder with `unsafe`.
+//! The driver's functions, found by name in its library. One of the four files of this folder with `unsafe`.
 //!
 //! The bindings of cudarc give the names of the library and the types of handles. The functions are looked up here, for
 //! two reasons: one that a driver lacks is a reason that can be told and no panic, and a result code that a newer driver
@@ -69,6 +69,7 @@ functions! {
     cuMemFreeHost(pointer: *mut c_void);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemsetD8Async(to: CUdeviceptr, value: u8, bytes: usize, stream: CUstream);
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamDestroy_v2(stream: CUstream);

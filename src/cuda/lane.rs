@@ -1,4 +1,4 @@
-//! Lanes: what one worker has of a device. One of the three files of this folder with `unsafe`.
+//! Lanes: what one worker has of a device. One of the four files of this folder with `unsafe`.
 //!
 //! ```text
 //! input (pinned) ─► source ─► kernels ─► pieces ─► output (pinned)
@@ -177,7 +177,7 @@ impl Lane {
 }
 
 /// A launch that reads a piece; where it writes to is for the caller to say. A piece beyond the source is a defect.
-fn reading(source: &Memory, values: Values, piece: &Piece) -> Launch {
+pub(super) fn reading(source: &Memory, values: Values, piece: &Piece) -> Launch {
     let Values { ty, scale, add, dtype } = values;
     let blocks = (piece.skip + piece.cols).div_ceil(ty.block()) * ty.block_bytes();
     let bytes = piece.rows.saturating_sub(1) * piece.row_bytes as u64 + blocks;

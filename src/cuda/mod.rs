@@ -8,6 +8,7 @@
 //! | [`launch`] | what a kernel is launched with |
 //! | `device` | a device with its kernels, streams, events and memory, each freed when it is dropped |
 //! | `lane` | buffers for one tile, and the way of a tile through them |
+//! | `trial` | work that is timed |
 //! | [`devices`] | the list for people |
 //!
 //! Nothing here knows of plans: the engine's device stage does (`engine/stage.rs`). `docs/gpu.md` says the rest.
@@ -19,10 +20,13 @@ mod driver;
 mod lane;
 pub mod launch;
 mod list;
+mod trial;
 
 pub use absence::{Absence, Capability};
 pub use driver::{DriverError, Version};
+pub use launch::{Grid, Launch};
 pub use list::{DeviceInfo, Devices, devices};
 
 pub(crate) use device::Device;
 pub(crate) use lane::{Lane, Piece, Values, lanes};
+pub(crate) use trial::Trial;
