@@ -106,3 +106,38 @@ fn pinned_and_device_memory_stay_within_the_limit() {
         assert!(seen["most_device_bytes"] <= limit, "{limit}: {seen:?}");
     }
 }
+
+#[test]
+fn the_check_for_a_real_device_runs() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let done = std::process::Command::new(root.join("scripts/gpu-check.sh"))
+        .args([Path::new(env!("CARGO_BIN_EXE_ggshard")), &root.join("fixtures")])
+        .arg("cuda:1")
+        .env("LD_LIBRARY_PATH", Double::with("").folder())
+        .env("GGSHARD_DOUBLE", "devices=2")
+        .envs([("SIZE", "128K"), ("MODEL_MB", "2")])
+        .output()
+        .unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert!(done.status.success(), "{stdout}{stderr}");
+    assert!(stdout.contains("# cuda:1, ") && stdout.contains("| models at 1, 2 and 4 ranks | 12 | 0 |"), "{stdout}");
+    for info in TYPES.iter().filter(|info| Dequantizer::new(info.ty, Simd::Baseline).is_some()) {
+        assert!(stdout.contains(&format!("| cuda:1 | decode {} |", info.name)), "{stdout}");
+    }
+    assert!(stdout.contains("| cuda:1 | convert Q4_K, "), "{stdout}");
+}
+
+#[test]
+fn a_device_is_measured_with_a_conversion() {
+    let source = fixture("models/glm_moe_dsa-UD-IQ2_XXS.gguf").display().to_string();
+    let arguments = ["bench", "--device", "cuda:0,1", "--size", "128K", "--source", &source, "--tp", "2", "--json"];
+    let temp = tempfile::tempdir().unwrap();
+    let folder = ["--dir".to_owned(), temp.path().display().to_string()];
+    let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).chain(folder).collect();
+    let (done, _) = Double::with("devices=2").run(&arguments);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+    assert_eq!(report["devices"].as_array().unwrap().len(), 2);
+    assert_eq!(report["conversions"][1]["device"], "cuda:0,1");
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 0);
+}

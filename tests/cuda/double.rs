@@ -16,6 +16,11 @@ impl Double {
         Double { settings: settings.to_owned(), folder: library().to_path_buf() }
     }
 
+    /// The folder with the library.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// No driver: what has its name is no library.
     pub fn absent() -> (Self, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();

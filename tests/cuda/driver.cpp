@@ -34,7 +34,7 @@
 static void check_access(const void *address, std::size_t bytes);
 #define BEFORE_ACCESS(address, bytes) check_access(address, bytes)
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct Index {
     unsigned x = 0, y = 0, z = 0;
@@ -145,7 +145,7 @@ static bool within(const std::map<std::uintptr_t, Allocation> &memory, const voi
 }
 
 // The allocations that the running kernel was given.
-static std::uintptr_t source_start, source_end, out_start, out_end;
+static std::uintptr_t source_start, source_end, out_start, out_end, counts_start, counts_end;
 
 // Where this library begins and ends in memory, as the linker says: the kernels' tables are in it.
 extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end;
@@ -154,7 +154,7 @@ static void check_access(const void *address, std::size_t bytes) {
     const auto at = reinterpret_cast<std::uintptr_t>(address);
     const auto in = [=](std::uintptr_t start, std::uintptr_t end) { return start <= at && at + bytes <= end; };
     const auto library = reinterpret_cast<std::uintptr_t>(&__ehdr_start), end = reinterpret_cast<std::uintptr_t>(&_end);
-    if (!in(source_start, source_end) && !in(out_start, out_end) && !in(library, end)) {
+    if (!in(source_start, source_end) && !in(out_start, out_end) && !in(counts_start, counts_end) && !in(library, end)) {
         misuse("a kernel reaches beyond the memory that it was given");
     }
     if (at % bytes != 0 && bytes <= 16) {
@@ -597,10 +597,7 @@ int cuLaunchKernel(Named *function, unsigned grid_x, unsigned grid_y, unsigned g
         }
         bounds(launch.source, source_start, source_end);
         bounds(launch.out, out_start, out_end);
-        if (reinterpret_cast<std::uintptr_t>(launch.counts) < out_start ||
-            reinterpret_cast<std::uintptr_t>(launch.counts) + 24 > out_end) {
-            misuse("the counts are not where the output is");
-        }
+        bounds(launch.counts, counts_start, counts_end);
         blockDim = block;
         gridDim = grid;
         for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++) {
