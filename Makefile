@@ -1,6 +1,7 @@
 # make test         everything that must hold: format, lints, Rust tests, Python tests, the Python package, documentation
 # make test-package the Python package alone: built as a wheel, installed and tested
 # make build        the optimized program, target/release/ggshard
+# make kernels      kernels/prebuilt/, anew from the sources of the GPU kernels; downloads 100 MB, needs no GPU
 # make example      the program's main job on a small model
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
 # make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
@@ -10,7 +11,7 @@
 # make bench-evidence     conversions next to what the machine can do; some minutes
 # make test-browser        the picture of a plan in headless Chromium
 #
-# Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3 and a C compiler; the rest is set up here.
+# Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3, a C and a C++ compiler; the rest is set up here.
 # GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
 # GGSHARD=PROGRAM has test-vllm and test-ray use a program that is built already.
 
@@ -22,6 +23,7 @@ TORCH  := .venv-transformers
 VLLM   := .venv-vllm
 PEERS  := .venv-peers
 RAY    := .venv-ray
+NVRTC  := .venv-kernels
 
 # The package as `make wheel` left it.
 WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET)/wheels/ggshard-*.whl
@@ -29,7 +31,7 @@ WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build test test-format test-lints test-rust test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser bench-peers bench-evidence example clean
+.PHONY: help build kernels test test-format test-lints test-rust test-kernels test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser bench-peers bench-evidence example clean
 .NOTPARALLEL:
 
 help:
@@ -38,7 +40,7 @@ help:
 build:
 	$(CARGO) build --locked --release
 
-test: test-format test-lints test-rust test-python test-package test-docs
+test: test-format test-lints test-rust test-kernels test-python test-package test-docs
 	@echo "make test: all passed"
 
 test-format:
@@ -49,6 +51,13 @@ test-lints:
 
 test-rust:
 	$(CARGO) test --locked
+
+# What is checked in must be what the pinned compiler makes of the sources. That it decodes rightly, test-rust has shown.
+test-kernels: $(NVRTC)/.installed
+	$(NVRTC)/bin/python -B kernels/build.py --check
+
+kernels: $(NVRTC)/.installed
+	$(NVRTC)/bin/python -B kernels/build.py
 
 # Links in *.md files are checked by tests/python/test_docs.py. The program is the one that `cargo test` built: `cargo build`
 # would compile everything again, because dependencies have other features without the tests'.
@@ -108,7 +117,8 @@ $(VENV)/.installed: tests/python/requirements.txt
 $(TORCH)/.installed: tests/transformers/requirements.txt
 $(RAY)/.installed: tests/ray/requirements.txt
 $(PEERS)/.installed: benches/peers/requirements.txt
-$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed $(PEERS)/.installed:
+$(NVRTC)/.installed: kernels/requirements.txt
+$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed $(PEERS)/.installed $(NVRTC)/.installed:
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
@@ -128,4 +138,4 @@ $(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt
 
 clean:
 	$(CARGO) clean
-	rm -rf $(VENV) $(TORCH) $(VLLM) $(PEERS) $(RAY)
+	rm -rf $(VENV) $(TORCH) $(VLLM) $(PEERS) $(RAY) $(NVRTC)

@@ -64,6 +64,9 @@ pub enum Error {
     /// A written checkpoint (manifest, safetensors file, index, digest) is not what it claims to be.
     #[error("{0}")]
     Checkpoint(Box<Fault>),
+    /// A CUDA device that was asked for is not there, or failed.
+    #[error("{0}")]
+    Device(Box<Fault>),
     /// Whoever asked for the work asked for its end before it was done.
     #[error("{0}")]
     Cancelled(Box<Fault>),
@@ -94,6 +97,7 @@ impl Error {
             | Error::Nonfinite(fault)
             | Error::Output(fault)
             | Error::Checkpoint(fault)
+            | Error::Device(fault)
             | Error::Cancelled(fault) => fault,
         }
     }
@@ -136,6 +140,8 @@ constructors! {
     output => Output;
     /// As [`Error::Checkpoint`].
     checkpoint => Checkpoint;
+    /// As [`Error::Device`].
+    device => Device;
     /// As [`Error::Cancelled`].
     cancelled => Cancelled;
 }

@@ -4,6 +4,7 @@
 pub mod bench;
 pub mod check;
 pub mod convert;
+pub mod cuda;
 pub mod dequant;
 pub mod dtype;
 pub mod engine;

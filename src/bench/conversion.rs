@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{Options, Rate, cpu_time, machine, median};
 use crate::convert::{Extras, Planned, convert};
-use crate::engine;
+use crate::engine::{self, Device};
 use crate::error::{Error, Result};
 use crate::gguf::GgmlType;
 use crate::plan::Plan;
@@ -44,32 +44,63 @@ pub struct Parts {
     pub write: f64,
 }
 
-/// Converts into `options.folder` several times, and compares with `rates`, as [`super::machine`] gave them.
-pub fn conversion(planned: &Planned, threads: usize, rates: &[Rate], options: &Options<'_>) -> Result<Conversion> {
+/// Several conversions of one plan.
+#[derive(Debug, Clone, Serialize)]
+pub struct Run {
+    /// Number of ranks.
+    pub tp: u32,
+    /// What decoded.
+    pub device: String,
+    /// Bytes of the safetensors files.
+    pub output_bytes: u64,
+    /// Seconds from beginning to end, the median.
+    pub seconds: f64,
+    /// CPU seconds of all threads, the median.
+    pub cpu_seconds: f64,
+}
+
+/// Converts into `options.folder` several times with a device.
+pub fn convert_with(planned: &Planned, threads: usize, device: &Device, options: &Options<'_>) -> Result<Run> {
     const RUNS: usize = 3;
     let output = options.folder.join(format!("ggshard-bench-{}.out", std::process::id()));
-    let (mut walls, mut cpus, mut report) = (Vec::new(), Vec::new(), None);
+    let (mut walls, mut cpus, mut output_bytes) = (Vec::new(), Vec::new(), 0);
     for _ in 0..RUNS {
         let (cpu, wall) = (cpu_time(), Instant::now());
-        let engine = engine::Options { threads, simd: options.simd, allow_nonfinite: true, ..Default::default() };
+        let engine = engine::Options {
+            threads,
+            simd: options.simd,
+            device: device.clone(),
+            allow_nonfinite: true,
+            ..Default::default()
+        };
         let converted = convert(planned, &output, engine, &Extras::default(), &|_| {});
         walls.push(wall.elapsed());
         cpus.push(cpu_time() - cpu);
         // A failed one leaves nothing.
-        report = Some(converted?);
+        output_bytes = converted?.output_bytes;
         std::fs::remove_dir_all(&output).map_err(|e| Error::io("remove", &output, e))?;
         options.check_cancel()?;
     }
+    Ok(Run {
+        tp: planned.plan.tp,
+        device: device.to_string(),
+        output_bytes,
+        seconds: median(walls).as_secs_f64(),
+        cpu_seconds: median(cpus).as_secs_f64(),
+    })
+}
+
+/// Converts into `options.folder` several times, and compares with `rates`, as [`super::machine`] gave them.
+pub fn conversion(planned: &Planned, threads: usize, rates: &[Rate], options: &Options<'_>) -> Result<Conversion> {
+    let Run { output_bytes, seconds, cpu_seconds, .. } = convert_with(planned, threads, &Device::Cpu, options)?;
     let plan = &planned.plan;
-    let output_bytes = report.map_or(0, |report| report.output_bytes);
     let parts = parts(plan, output_bytes, rates, options);
-    let cpu_seconds = median(cpus).as_secs_f64();
     Ok(Conversion {
         tp: plan.tp,
         threads,
         source_bytes: plan.sources.iter().map(|source| source.bytes).sum(),
         output_bytes,
-        seconds: median(walls).as_secs_f64(),
+        seconds,
         cpu_seconds,
         ceiling_cpu_seconds: parts,
         fraction_of_ceiling: (parts.decode + parts.hash + parts.write) / cpu_seconds.max(1e-9),

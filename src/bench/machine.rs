@@ -79,7 +79,7 @@ fn rate(what: &'static str, detail: &str, bytes: u64, runs: Vec<(Duration, Durat
 }
 
 /// Bytes without a pattern, always the same.
-fn noise(bytes: usize) -> Vec<u8> {
+pub(super) fn noise(bytes: usize) -> Vec<u8> {
     let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     let mut out = Vec::with_capacity(bytes + 8);
     while out.len() < bytes {

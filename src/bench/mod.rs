@@ -4,6 +4,7 @@
 //! ceiling; a conversion's CPU time is compared with the sum of its parts.
 
 mod conversion;
+mod device;
 mod machine;
 
 use std::path::Path;
@@ -13,7 +14,8 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-pub use conversion::{Conversion, conversion};
+pub use conversion::{Conversion, Run, conversion, convert_with};
+pub use device::{DeviceRate, DeviceRates, device};
 pub use machine::machine;
 
 use crate::dequant::Simd;

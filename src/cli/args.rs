@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
 use ggshard::dequant::FloatType;
+use ggshard::engine::Device;
 use ggshard::gguf::Io;
 use ggshard::mapping::MtpPolicy;
 
@@ -35,6 +36,8 @@ pub enum Command {
     Verify(Verify),
     /// Measure what limits conversions on this machine, and how near one comes to the limit.
     Bench(Bench),
+    /// List the CUDA devices that conversions can use, and why others cannot be used.
+    Devices(Devices),
     /// List the built-in mappings, or show one: which models it is for and its rules.
     Mappings(Library),
     /// List the built-in profiles, or show one: which stack it is for, what it was checked against, the launch it assumes.
@@ -180,6 +183,10 @@ pub struct Convert {
     /// --threads there are four workers per CPU then, since each waits for the disk.
     #[arg(long)]
     pub direct: bool,
+    /// What decodes: auto, cpu, cuda (the first device), or cuda:N,M. It changes no byte of the output. auto is the first
+    /// CUDA device if there are at most 4 threads and at least 64 MiB of output, and the CPU otherwise or if that fails.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: Device,
     /// The most memory that buffers may take. What a plan and a manifest take comes on top: some hundred bytes per tensor and
     /// rank.
     #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size)]
@@ -248,6 +255,9 @@ pub struct Verify {
 /// `ggshard bench`
 #[derive(Debug, clap::Args)]
 pub struct Bench {
+    /// Measure these CUDA devices instead of the CPU: copies, decoding, and with --source conversions by the CPU and by them.
+    #[arg(long, value_name = "cuda:N", value_parser = cuda_devices)]
+    pub device: Option<Device>,
     /// Where files are written and read, as conversions would; they are removed. A folder that exists.
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
@@ -264,6 +274,14 @@ pub struct Bench {
     /// Number of threads for the conversion. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
+    /// Print one JSON document.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `ggshard devices`
+#[derive(Debug, clap::Args)]
+pub struct Devices {
     /// Print one JSON document.
     #[arg(long)]
     pub json: bool,
@@ -338,6 +356,13 @@ fn ranks(text: &str) -> Result<Ranks, String> {
     ranks.sort_unstable();
     ranks.dedup();
     Ok(Ranks(ranks))
+}
+
+fn cuda_devices(text: &str) -> Result<Device, String> {
+    match text.parse()? {
+        Device::Cpu | Device::Auto => Err(format!("'{text}' is no CUDA device; write cuda, cuda:0 or cuda:0,1")),
+        Device::Cuda(ordinals) => Ok(Device::Cuda(ordinals)),
+    }
 }
 
 fn max_rms(text: &str) -> Result<f64, String> {

@@ -5,6 +5,7 @@
 
 mod args;
 mod bench;
+mod devices;
 mod library;
 mod page;
 mod progress;

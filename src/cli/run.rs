@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Seal, Verify};
 use super::signals::Signals;
-use super::{bench, library, page, progress, sigbus, signals};
+use super::{bench, devices, library, page, progress, sigbus, signals};
 
 /// Runs a command.
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -28,6 +28,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Seal(args) => seal(&args),
         Command::Verify(args) => verify(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Devices(args) => devices::devices(&args),
         Command::Mappings(args) => library::mappings(&args),
         Command::Profiles(args) => library::profiles(&args),
         Command::Completions { shell } => {
@@ -149,6 +150,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         allow_nonfinite: args.allow_nonfinite,
         track_reads: args.track_reads,
         hash_source: args.hash_source,
+        device: args.device.clone(),
         cancel: Some(signals.cancel()),
         ..engine::Options::default()
     };

@@ -136,7 +136,7 @@ pub fn convert<'o>(
 /// Whether it makes sense to go on where this error ended a conversion. After the others, the same would happen again.
 fn can_be_resumed(error: &Error) -> bool {
     match error {
-        Error::Io { .. } | Error::Truncated(_) | Error::Output(_) | Error::Cancelled(_) => true,
+        Error::Io { .. } | Error::Truncated(_) | Error::Output(_) | Error::Device(_) | Error::Cancelled(_) => true,
         Error::Container(_)
         | Error::Unsupported(_)
         | Error::Split(_)

@@ -31,6 +31,17 @@ pub fn convert(values: &[f32], dtype: FloatType, simd: Simd, out: &mut [u8]) -> 
     found
 }
 
+/// As [`convert`], for values that come of arithmetic: every NaN among them gets one bit pattern, as in
+/// [`Dequantizer::decode`](super::Dequantizer::decode).
+pub(crate) fn convert_computed(values: &mut [f32], dtype: FloatType, simd: Simd, out: &mut [u8]) -> Nonfinite {
+    let found = convert(values, dtype, simd, out);
+    if found.nan == 0 {
+        return found;
+    }
+    unify_nan(values);
+    convert(values, dtype, simd, out)
+}
+
 /// Copies `f32`. True if a value is not finite. Like all functions below that return `bool`, it is compiled once per
 /// instruction set, and `out` has the length that `values` and the type demand.
 #[inline(always)]

@@ -142,7 +142,7 @@ impl Dequantizer {
     }
 
     /// Whether decoding is arithmetic, in which a NaN can arise.
-    fn computes(&self) -> bool {
+    pub(crate) fn computes(&self) -> bool {
         !matches!(self.ty, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16)
     }
 

@@ -27,6 +27,7 @@ mod nonfinite;
 mod simd;
 
 pub use convert::convert;
+pub(crate) use convert::convert_computed;
 pub use dequantizer::Dequantizer;
 pub use float_type::FloatType;
 pub use nonfinite::Nonfinite;

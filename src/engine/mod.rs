@@ -9,11 +9,14 @@
 //! job as fits the cache. Workers take tiles in order and finish them in any order: the sink hashes out of order, so
 //! nothing waits for a neighbour, memory is bounded by (workers × tile), and the bytes depend on neither.
 
+mod device;
 mod job;
 mod reads;
 mod run;
+mod stage;
 mod tile;
 
+pub use device::Device;
 pub use reads::Reads;
 pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};

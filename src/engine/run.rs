@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::job::{Job, Output, Read, Wanted, jobs};
+use super::stage::Stage;
 use super::tile::{Context, Scratch, Tile, tiles};
-use super::{Observer, Reads, Sink};
+use super::{Device, Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
-use crate::plan::{Origin, Plan, PlannedSource};
+use crate::plan::{Origin, Param, Plan, PlannedSource};
 use crate::threads::{count, into_inner, lock, on_threads};
 
 /// How to execute a plan. None of it changes a byte of the output.
@@ -34,7 +35,9 @@ pub struct Options {
     pub allow_nonfinite: bool,
     /// Remember every fetched range, to prove that none was fetched twice.
     pub track_reads: bool,
-    /// The best instruction set that may be used.
+    /// What decodes.
+    pub device: Device,
+    /// The best instruction set that may be used on the CPU.
     pub simd: Simd,
     /// Whether a conversion records the BLAKE3 of every part of the source, for which it reads all of it.
     pub hash_source: bool,
@@ -82,6 +85,7 @@ impl Default for Options {
             readahead: 64 << 20,
             allow_nonfinite: false,
             track_reads: false,
+            device: Device::default(),
             simd: Simd::detect(),
             hash_source: false,
             cancel: None,
@@ -143,9 +147,12 @@ impl<'a> Engine<'a> {
             decoders: &decoders,
             accept: &accept,
         };
+        let stage = Stage::open(&self.options, self.output_bytes(&wanted))?;
+        let stage = stage.as_ref();
         let shared = Shared {
             queue: Mutex::new(Queue {
                 engine: self,
+                stage,
                 wanted: &wanted,
                 joining: joining(plan),
                 param: 0,
@@ -155,7 +162,8 @@ impl<'a> Engine<'a> {
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
         };
-        on_threads(self.options.threads, || shared.work(&context, &self.options, progress));
+        let workers = stage.map_or(self.options.threads, Stage::workers);
+        on_threads(workers, || shared.work(&context, stage, &self.options, progress));
         match into_inner(shared.failure) {
             Some(error) => Err(error),
             None => Ok(Outcome { reads, nonfinite: into_inner(nonfinite) }),
@@ -172,6 +180,15 @@ impl Engine<'_> {
         }
         let ranks = (0..tp).map(|rank| ranks.is_empty() || ranks.contains(&rank)).collect();
         Ok(Wanted { ranks, skipped: skip.iter().copied().collect() })
+    }
+
+    /// Bytes of the slices that are to be made.
+    fn output_bytes(&self, wanted: &Wanted) -> u64 {
+        let slices = |param: &Param| {
+            let held = param.slices.iter().enumerate().filter(|(rank, slice)| wanted.holds(*rank, slice));
+            held.map(|(_, slice)| self.plan.slice_bytes(param, slice)).sum::<u64>()
+        };
+        self.plan.params.iter().map(slices).sum()
     }
 
     /// The set has the very tensors that the plan was made for. With others, types of equal size would pass for each
@@ -197,13 +214,17 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    fn work(&self, context: &Context<'_>, options: &Options, progress: &(dyn Fn(u64) + Sync)) {
+    fn work(&self, context: &Context<'_>, stage: Option<&Stage>, options: &Options, progress: &(dyn Fn(u64) + Sync)) {
         let _guard = StopOnPanic { stop: &self.stop, sink: context.sink };
         let mut scratch = Scratch::default();
+        let mut lane = stage.and_then(|stage| Some((stage, stage.lane()?)));
         while !self.stop.load(Ordering::Relaxed) {
             let next = lock(&self.queue).next();
             let Some((job, tile)) = next else { return };
-            let done = options.check_cancel().and_then(|()| context.execute(&job, &tile, &mut scratch));
+            let done = options.check_cancel().and_then(|()| match &mut lane {
+                Some((stage, lane)) => stage.execute(context, lane, &job, &tile, &mut scratch),
+                None => context.execute(&job, &tile, &mut scratch),
+            });
             match done {
                 Ok(bytes) => progress(bytes),
                 Err(error) => {
@@ -257,6 +278,7 @@ fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
 /// The tiles in order, made as they are asked for.
 struct Queue<'a> {
     engine: &'a Engine<'a>,
+    stage: Option<&'a Stage>,
     wanted: &'a Wanted,
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
@@ -285,16 +307,16 @@ impl Queue<'_> {
                 let ty = job.read.source().map(|source| self.engine.plan.sources[source as usize].ty);
                 let (block, block_bytes) = ty.map_or((1, 0), |ty| (ty.block(), ty.block_bytes()));
                 let job = Arc::new(job);
-                let tiles: Vec<_> = tiles(&job, block, target, param.dtype.bytes())
-                    .into_iter()
-                    .map(|tile| (job.clone(), tile))
-                    .collect();
-                let reads: u64 = tiles.iter().map(|(_, tile)| tile.elements() / block * block_bytes).sum();
+                let tiles = match self.stage {
+                    Some(stage) => stage.tiles(self.engine.plan, &job, block),
+                    None => tiles(&job, block, target, param.dtype.bytes()),
+                };
+                let reads: u64 = tiles.iter().map(|tile| tile.elements() / block * block_bytes).sum();
                 if bytes + reads > self.engine.options.readahead {
                     self.ready.extend(by_turns(std::mem::take(&mut together)));
                     bytes = 0;
                 }
-                together.push(tiles);
+                together.push(tiles.into_iter().map(|tile| (job.clone(), tile)).collect());
                 bytes += reads;
             }
             self.ready.extend(by_turns(together));

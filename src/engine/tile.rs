@@ -4,12 +4,15 @@ use std::ops::Range;
 
 use super::job::{Job, Output, Read};
 use super::{Observer, Reads, Sink};
-use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert};
+use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert, convert_computed};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
 use crate::gguf::GgufSet;
 use crate::mapping::ValueOp;
 use crate::plan::Plan;
+
+/// Bytes that are handed to the sink at a time; it goes over them several times.
+const STEP: usize = 512 << 10;
 
 /// A rectangle of a job: rows and columns of its read (a run has one row).
 #[derive(Debug, Clone, PartialEq)]
@@ -26,14 +29,25 @@ impl Tile {
 }
 
 /// Splits a job into tiles of about `target` elements, between blocks of `block` elements. Elements of the output have
-/// `width` bytes.
+/// `width` bytes; with a width of 0, tiles are not larger than `target` for the sake of hashing.
 pub(super) fn tiles(job: &Job, block: u64, target: u64, width: u64) -> Vec<Tile> {
-    let target = target.max(block);
     // The columns that some output takes.
     let taken = || {
         let first = job.outputs.iter().map(|o| o.col).min().unwrap_or(0);
         first..job.outputs.iter().map(|o| o.col + o.cols).max().unwrap_or(0)
     };
+    let whole = match job.read {
+        Read::Fill { elements, .. } => Tile { rows: 0..1, cols: 0..elements },
+        // Columns count from the source's first element, so that boundaries fall between blocks.
+        Read::Run { start, elements, .. } => Tile { rows: 0..1, cols: start..start + elements },
+        Read::Rows { rows, .. } | Read::Transposed { rows, .. } => Tile { rows: 0..rows, cols: taken() },
+    };
+    split(job, &whole, block, target, width)
+}
+
+/// Splits a tile of a job into smaller ones, as [`tiles`] splits the job.
+pub(super) fn split(job: &Job, tile: &Tile, block: u64, target: u64, width: u64) -> Vec<Tile> {
+    let target = target.max(block);
     let chunks = |range: Range<u64>, step: u64| -> Vec<Range<u64>> {
         let mut out = Vec::new();
         let mut at = range.start;
@@ -47,27 +61,24 @@ pub(super) fn tiles(job: &Job, block: u64, target: u64, width: u64) -> Vec<Tile>
     let grid = |rows: Vec<Range<u64>>, cols: Vec<Range<u64>>| -> Vec<Tile> {
         rows.iter().flat_map(|r| cols.iter().map(|c| Tile { rows: r.clone(), cols: c.clone() })).collect()
     };
-    let one_row = || std::iter::once(0..1).collect();
+    let Tile { rows, cols } = tile.clone();
     match job.read {
-        Read::Fill { elements, .. } => grid(one_row(), chunks(0..elements, target)),
-        Read::Run { start, elements, .. } => {
-            // Columns count from the source's first element, so that boundaries fall between blocks.
-            grid(one_row(), chunks(start..start + elements, target / block * block))
-        }
-        Read::Rows { rows, .. } => {
-            let cols = taken();
+        Read::Fill { .. } => grid(vec![rows], chunks(cols, target)),
+        Read::Run { .. } => grid(vec![rows], chunks(cols, target / block * block)),
+        Read::Rows { .. } => {
             let span = (cols.end - cols.start).max(1);
             if span <= target {
                 let each = job.outputs.iter().map(|output| output.cols * width).min().unwrap_or(1);
-                grid(chunks(0..rows, whole_hashes(target / span, each)), vec![cols])
+                grid(chunks(rows, whole_hashes(target / span, each)), vec![cols])
             } else {
-                grid((0..rows).map(|r| r..r + 1).collect(), chunks(cols, target / block * block))
+                grid(rows.map(|r| r..r + 1).collect(), chunks(cols, target / block * block))
             }
         }
-        Read::Transposed { rows, .. } => {
-            let wide = (target / rows.max(1) / block).max(1) * block;
+        Read::Transposed { .. } => {
+            let count = rows.end - rows.start;
+            let wide = (target / count.max(1) / block).max(1) * block;
             let tall = (target / wide).max(1);
-            grid(chunks(0..rows, tall.max(rows.min(4 * tall))), chunks(taken(), wide))
+            grid(chunks(rows, tall.max(count.min(4 * tall))), chunks(cols, wide))
         }
     }
 }
@@ -86,7 +97,7 @@ fn whole_hashes(rows: u64, bytes: u64) -> u64 {
 
 impl Output {
     /// The columns of a tile that the output takes; none if the range's end is not beyond its start.
-    fn taken(&self, tile: &Tile) -> Range<u64> {
+    pub(super) fn taken(&self, tile: &Tile) -> Range<u64> {
         self.col.max(tile.cols.start)..(self.col + self.cols).min(tile.cols.end)
     }
 }
@@ -98,7 +109,7 @@ pub(super) struct Scratch {
     floats: Vec<f32>,
     out: Vec<u8>,
     /// What is read from a source that is not mapped.
-    source: Vec<u8>,
+    pub(super) source: Vec<u8>,
     /// The scale that was read last: source, element and value.
     scale: Option<(u32, u64, f32)>,
 }
@@ -221,10 +232,16 @@ impl Context<'_> {
     fn put_run(&self, job: &Job, first: u64, dtype: Dtype, bytes: &[u8]) -> Result<u64> {
         let mut written = 0;
         for output in &job.outputs {
-            self.sink.put(output.param, &output.ranks, (output.start + first) * dtype.bytes(), bytes)?;
+            self.put_steps(output, (output.start + first) * dtype.bytes(), bytes)?;
             written += bytes.len() as u64 * output.ranks.len() as u64;
         }
         Ok(written)
+    }
+
+    /// Hands on bytes that follow each other in the slice, in steps that stay in the sink's cache.
+    pub(super) fn put_steps(&self, output: &Output, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut steps = bytes.chunks(STEP).zip((offset..).step_by(STEP));
+        steps.try_for_each(|(step, at)| self.sink.put(output.param, &output.ranks, at, step))
     }
 
     /// Decodes the tile's rows into `scratch.decoded`, one after the other.
@@ -305,11 +322,16 @@ impl Context<'_> {
         if let Some(constant) = op.add {
             values.iter_mut().for_each(|v| *v += constant);
         }
-        Ok(convert(values, float, self.simd, &mut scratch.decoded[at]))
+        let out = &mut scratch.decoded[at];
+        if decoder.computes() || !op.is_identity() {
+            Ok(convert_computed(values, float, self.simd, out))
+        } else {
+            Ok(convert(values, float, self.simd, out))
+        }
     }
 
     /// A byte range of a source, which the observer sees first.
-    fn fetch<'b>(&'b self, source: u32, range: Range<u64>, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]> {
+    pub(super) fn fetch<'b>(&'b self, source: u32, range: Range<u64>, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]> {
         if let Some(observer) = self.observer {
             let tensor = &self.set.tensors()[source as usize];
             observer.before(tensor.part, tensor.offset + range.start..tensor.offset + range.end, buffer)?;
@@ -318,7 +340,7 @@ impl Context<'_> {
     }
 
     /// An element of a source of scales. Rows of a tensor share one, so the last is kept.
-    fn scale(&self, source: u32, element: u64, scratch: &mut Scratch) -> Result<f32> {
+    pub(super) fn scale(&self, source: u32, element: u64, scratch: &mut Scratch) -> Result<f32> {
         if let Some((s, e, value)) = scratch.scale
             && (s, e) == (source, element)
         {
@@ -369,19 +391,19 @@ impl Context<'_> {
     }
 
     /// Hands on rows of `cols` elements that lie `output.stride` apart in the slice, as one run where they touch.
-    fn put_rows(&self, output: &Output, first: u64, cols: u64, width: u64, bytes: &[u8]) -> Result<u64> {
+    pub(super) fn put_rows(&self, output: &Output, first: u64, cols: u64, width: u64, bytes: &[u8]) -> Result<u64> {
         if cols == output.stride {
-            self.sink.put(output.param, &output.ranks, first * width, bytes)?;
+            self.put_steps(output, first * width, bytes)?;
         } else {
             for (i, row) in bytes.chunks_exact((cols * width) as usize).enumerate() {
-                self.sink.put(output.param, &output.ranks, (first + i as u64 * output.stride) * width, row)?;
+                self.put_steps(output, (first + i as u64 * output.stride) * width, row)?;
             }
         }
         Ok(bytes.len() as u64 * output.ranks.len() as u64)
     }
 }
 
-fn job_start(read: &Read) -> u64 {
+pub(super) fn job_start(read: &Read) -> u64 {
     match read {
         Read::Fill { .. } => 0,
         Read::Run { start, .. } | Read::Rows { start, .. } | Read::Transposed { start, .. } => *start,
@@ -406,7 +428,7 @@ fn transpose<const N: usize>(from: &[u8], rows: usize, cols: usize, to: &mut Vec
 }
 
 /// The float type behind an output dtype; none for elements that are handed on as they are.
-fn float_type(dtype: Dtype) -> Option<FloatType> {
+pub(super) fn float_type(dtype: Dtype) -> Option<FloatType> {
     use Dtype::*;
     match dtype {
         F32 => Some(FloatType::F32),

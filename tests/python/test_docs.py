@@ -19,7 +19,7 @@ def tracked():
     if listed.returncode == 0:
         found = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:  # an unpacked archive
-        found = [p for p in ROOT.rglob("*.md") if not {"target", ".venv", ".venv-transformers", ".venv-vllm", ".venv-ray"} & set(p.relative_to(ROOT).parts)]
+        found = [p for p in ROOT.rglob("*.md") if not {"target", ".venv", ".venv-transformers", ".venv-vllm", ".venv-ray", ".venv-kernels"} & set(p.relative_to(ROOT).parts)]
     return sorted(p for p in found if p.exists())
 
 

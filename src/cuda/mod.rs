@@ -1,0 +1,32 @@
+//! CUDA devices: whether there are any, the kernels, and buffers on both sides.
+//!
+//! | part | what it is |
+//! |---|---|
+//! | `driver` | the driver's functions, found in its library when first asked for |
+//! | [`Absence`] | every reason why a device cannot be used |
+//! | `artifact` | the kernels that are part of the program, and which of them a device takes |
+//! | [`launch`] | what a kernel is launched with |
+//! | `device` | a device with its kernels, streams, events and memory, each freed when it is dropped |
+//! | `lane` | buffers for one tile, and the way of a tile through them |
+//! | `trial` | work that is timed |
+//! | [`devices`] | the list for people |
+//!
+//! Nothing here knows of plans: the engine's device stage does (`engine/stage.rs`). `docs/gpu.md` says the rest.
+
+mod absence;
+mod artifact;
+mod device;
+mod driver;
+mod lane;
+pub mod launch;
+mod list;
+mod trial;
+
+pub use absence::{Absence, Capability};
+pub use driver::{DriverError, Version};
+pub use launch::{Grid, Launch};
+pub use list::{DeviceInfo, Devices, devices};
+
+pub(crate) use device::Device;
+pub(crate) use lane::{Lane, Piece, Values, lanes};
+pub(crate) use trial::Trial;

@@ -1,0 +1,130 @@
+//! The CUDA kernels, compiled by the host's C++ compiler and run on the CPU, against the Rust decoders. No GPU is needed.
+
+#[allow(dead_code)]
+#[path = "common/gguf_writer.rs"]
+mod gguf_writer;
+#[path = "common/golden.rs"]
+mod golden;
+
+#[path = "kernels/checks.rs"]
+mod checks;
+#[path = "kernels/library.rs"]
+mod library;
+#[path = "kernels/memory.rs"]
+mod memory;
+#[path = "kernels/mutants.rs"]
+mod mutants;
+#[path = "kernels/samples.rs"]
+mod samples;
+
+use std::mem::offset_of;
+use std::sync::LazyLock;
+
+use ggshard::cuda::Launch;
+use ggshard::gguf::types::TYPES;
+use library::{Library, sources};
+use samples::{decodable, samples};
+
+static LIBRARY: LazyLock<Library> = LazyLock::new(Library::build);
+
+#[test]
+fn weights_have_the_bits_of_the_rust_decoders() {
+    samples().iter().for_each(|sample| checks::weights(&LIBRARY, sample));
+}
+
+#[test]
+fn outputs_and_counts_are_those_of_the_rust_converters() {
+    samples().iter().for_each(|sample| checks::outputs(&LIBRARY, sample));
+}
+
+#[test]
+fn rectangles_go_where_they_belong_and_nowhere_else() {
+    checks::rectangles(&LIBRARY, 1, 3000);
+}
+
+/// Types with a decoder, and no others, have a kernel, with the blocks of the type table.
+fn every_type_has_its_block(library: &Library) {
+    for info in TYPES {
+        let want = decodable().contains(&info.ty).then_some((info.block, info.bytes));
+        assert_eq!(library.block(info.name), want, "{}", info.name);
+    }
+}
+
+#[test]
+fn types_with_a_decoder_have_a_kernel_with_the_blocks_of_the_type_table() {
+    every_type_has_its_block(&LIBRARY);
+}
+
+#[test]
+fn the_argument_of_a_kernel_has_one_layout() {
+    macro_rules! offsets {
+        ($($field:ident)*) => { [$(offset_of!(Launch, $field),)* size_of::<Launch>()] };
+    }
+    let want = offsets! {
+        source out row_bytes skip rows cols out_start out_stride dtype transpose has_scale has_add scale add counts
+    };
+    assert_eq!(LIBRARY.layout().map(|at| at as usize), want);
+}
+
+#[test]
+fn grids_are_computed_for_the_shape_that_kernels_have() {
+    // One group more than a block of threads has rounds for takes a second block.
+    let (threads, rounds) = LIBRARY.shape();
+    let mut launch = launch_of(8 * (threads * rounds) as u64);
+    assert_eq!(launch.grid().unwrap().blocks, [1, 1, 1]);
+    launch.cols += 1;
+    assert!(launch.grid().unwrap().blocks[0] > 1);
+    let grid = launch.grid().unwrap();
+    assert_eq!(grid.threads.iter().product::<u32>(), threads);
+}
+
+/// A launch of one row that is only asked for its grid.
+fn launch_of(cols: u64) -> Launch {
+    Launch {
+        source: 0,
+        out: 0,
+        row_bytes: 0,
+        skip: 0,
+        rows: 1,
+        cols,
+        out_start: 0,
+        out_stride: 0,
+        dtype: 0,
+        transpose: 0,
+        has_scale: 0,
+        has_add: 0,
+        scale: 1.0,
+        add: 0.0,
+        counts: 0,
+    }
+}
+
+/// The numbers of every table of a source, by the table's first word.
+fn tables(text: &str, is_table: impl Fn(&str) -> Option<String>) -> Vec<(String, Vec<u16>)> {
+    let mut tables: Vec<(String, Vec<u16>)> = Vec::new();
+    for line in text.lines() {
+        if let Some(name) = is_table(line) {
+            tables.push((name, Vec::new()));
+        } else if let Some((_, numbers)) = tables.last_mut()
+            && line.trim_start().starts_with("0x")
+        {
+            let words = line.split(',').map(str::trim).filter(|word| !word.is_empty());
+            numbers.extend(words.map(|word| u16::from_str_radix(&word[2..], 16).unwrap()));
+        }
+    }
+    tables
+}
+
+#[test]
+fn codebooks_are_those_of_the_rust_decoders() {
+    let between = |line: &str, before: &str, after: &str| {
+        let rest = line.strip_prefix(before)?;
+        Some(rest[..rest.find(after)?].to_owned())
+    };
+    let ours = std::fs::read_to_string(sources().join("grids.cuh")).unwrap();
+    let theirs = std::fs::read_to_string(sources().join("../src/dequant/blocks/grids.rs")).unwrap();
+    let ours = tables(&ours, |line| between(line, "TABLE u16 ", "["));
+    let theirs = tables(&theirs, |line| between(line, "const ", "_PACKED"));
+    assert_eq!(ours.iter().map(|(_, numbers)| numbers.len()).sum::<usize>(), 4608);
+    assert_eq!(ours, theirs);
+}
