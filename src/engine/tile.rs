@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::job::{Job, Output, Read};
 use super::{Observer, Reads, Sink};
-use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert};
+use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert, convert_computed};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
 use crate::gguf::GgufSet;
@@ -297,7 +297,12 @@ impl Context<'_> {
         if let Some(constant) = op.add {
             values.iter_mut().for_each(|v| *v += constant);
         }
-        Ok(convert(values, float, self.simd, &mut scratch.decoded[at]))
+        let out = &mut scratch.decoded[at];
+        Ok(if decoder.computes() || !op.is_identity() {
+            convert_computed(values, float, self.simd, out)
+        } else {
+            convert(values, float, self.simd, out)
+        })
     }
 
     /// A byte range of a source, which the observer sees first.
