@@ -323,11 +323,11 @@ impl Context<'_> {
             values.iter_mut().for_each(|v| *v += constant);
         }
         let out = &mut scratch.decoded[at];
-        if decoder.computes() || !op.is_identity() {
-            Ok(convert_computed(values, float, self.simd, out))
+        Ok(if decoder.computes() || !op.is_identity() {
+            convert_computed(values, float, self.simd, out)
         } else {
-            Ok(convert(values, float, self.simd, out))
-        }
+            convert(values, float, self.simd, out)
+        })
     }
 
     /// A byte range of a source, which the observer sees first.
