@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
+use ggshard::convert::Direct;
 use ggshard::dequant::FloatType;
 use ggshard::engine::Device;
 use ggshard::gguf::Io;
@@ -102,6 +103,27 @@ impl From<IoArg> for Io {
     }
 }
 
+/// When output is written past the page cache.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum DirectArg {
+    /// Where it is worth it.
+    Auto,
+    /// Wherever the file system knows how.
+    On,
+    /// Never.
+    Off,
+}
+
+impl From<DirectArg> for Direct {
+    fn from(arg: DirectArg) -> Self {
+        match arg {
+            DirectArg::Auto => Direct::Auto,
+            DirectArg::On => Direct::On,
+            DirectArg::Off => Direct::Off,
+        }
+    }
+}
+
 /// The choices that make a plan.
 #[derive(Debug, clap::Args)]
 pub struct PlanChoices {
@@ -179,10 +201,11 @@ pub struct Convert {
     /// Number of threads. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
-    /// Write past the page cache (O_DIRECT): less CPU time per byte, and other programs keep their cached files. Without
-    /// --threads there are four workers per CPU then, since each waits for the disk.
-    #[arg(long)]
-    pub direct: bool,
+    /// Write past the page cache (O_DIRECT): less CPU time per byte, and other programs keep their cached files. auto: from
+    /// 1 GiB of output on, on ext4, and without --threads; there are four workers per CPU then, since each waits for the disk.
+    #[arg(long, value_name = "WHEN", value_enum, default_value = "auto", num_args = 0..=1, require_equals = true,
+        default_missing_value = "on")]
+    pub direct: DirectArg,
     /// What decodes: auto, cpu, cuda (the first device), or cuda:N,M. It changes no byte of the output. auto is the first
     /// CUDA device if there are at most 4 threads and at least 64 MiB of output, and the CPU otherwise or if that fails.
     #[arg(long, value_name = "DEVICE", default_value = "auto")]

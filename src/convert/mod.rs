@@ -8,7 +8,7 @@ use std::path::Path;
 
 pub use extras::{Extras, extras};
 pub(crate) use record::{ignored, index, metadata, parameters, source_of};
-pub use run::{Output, Report, Sealed, convert, seal};
+pub use run::{Direct, Output, Report, Sealed, convert, seal};
 
 use crate::dequant::FloatType;
 use crate::error::Result;

@@ -1,7 +1,7 @@
 //! Output: safetensors files, digests and the manifest.
 
 pub mod digest;
-mod file;
+pub(crate) mod file;
 pub mod filename;
 pub mod folder;
 mod index;
