@@ -106,7 +106,8 @@ template <class T> DEVICE void run(const Launch &launch) {
     }
 
     // What changes from round to round. Rounds are whole blocks apart, so that a thread has the same group of each.
-    constexpr u32 GROUPS = T::WEIGHTS < 8 ? 1 : T::WEIGHTS / 8, GROUPS_BYTES = T::WEIGHTS < 8 ? 8 * T::BYTES : T::BYTES;
+    constexpr bool SINGLE = T::WEIGHTS == 1;
+    constexpr u32 GROUPS = SINGLE ? 1 : T::WEIGHTS / 8, GROUPS_BYTES = SINGLE ? 8 * T::BYTES : T::BYTES;
     const u32 size = launch.dtype == TO_F32 ? 4 : 2;
     const u64 source_step = turned ? blockDim.x * launch.row_bytes : blockDim.x / GROUPS * GROUPS_BYTES;
     const u32 column_step = turned ? 0 : 8 * blockDim.x, to_step = blockDim.x * (turned ? size : 8 * size);
@@ -122,7 +123,7 @@ template <class T> DEVICE void run(const Launch &launch) {
         u32 left = width - x;
 #pragma unroll 1
         for (u32 round = 0; round < ROUNDS; round++) {
-            const u32 begin = column < 0 ? -column : 0, there = cols - column, end = there < 8 ? there : 8;
+            const u32 begin = max(-column, 0), end = min(cols - column, 8u);
             float values[8];
             decode<T>(source, part, end, values);
             if (changed) {

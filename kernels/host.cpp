@@ -11,12 +11,17 @@ struct Index {
 
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
-// Accesses at addresses that are not a multiple of their size, which the device would refuse.
+// Accesses at addresses that are not a multiple of their size, which the device would refuse; and all, by size.
 static thread_local int misaligned;
+static thread_local unsigned accesses[17];
 
 #define __global__
 #define __launch_bounds__(...)
-#define BEFORE_ACCESS(address, bytes) misaligned += reinterpret_cast<std::size_t>(address) % (bytes) != 0
+#define BEFORE_ACCESS(address, bytes)                                                                                   \
+    do {                                                                                                                \
+        misaligned += reinterpret_cast<std::size_t>(address) % (bytes) != 0;                                            \
+        accesses[bytes]++;                                                                                              \
+    } while (0)
 
 static void atomicAdd(unsigned long long *counter, unsigned long long count) { *counter += count; }
 
@@ -58,6 +63,7 @@ extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *thr
         return -1;
     }
     misaligned = 0;
+    std::memset(accesses, 0, sizeof accesses);
     gridDim = {blocks[0], blocks[1], blocks[2]};
     blockDim = {threads[0], threads[1], threads[2]};
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) {
@@ -71,6 +77,9 @@ extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *thr
     }
     return misaligned;
 }
+
+// How often the last launch accessed so many bytes at once.
+extern "C" u32 host_accesses(u32 bytes) { return accesses[bytes]; }
 
 // Where the fields of Launch lie, in order, and its size last.
 extern "C" void host_layout(u32 *at) {

@@ -72,6 +72,8 @@ template <class T> DEVICE void store(u8 *at, T value) {
 #define HIDDEN static const
 
 inline u32 here(u32 value) { return value; }
+template <class T> inline T min(T a, T b) { return a < b ? a : b; }
+template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 
 // The includer may look at every access before it happens.
 #ifndef BEFORE_ACCESS
