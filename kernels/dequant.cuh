@@ -1,12 +1,12 @@
 // The block arithmetic of every ggml type: what src/dequant/blocks does, eight weights at a time.
 //
-// A struct per type: WEIGHTS and BYTES of a block, and `dq8(block, group, out)`, which gives weights 8 * group to
-// 8 * group + 8 with the bits of the Rust decoder. COMPUTES says that decoding is arithmetic, and a NaN that comes of it
-// has no payload worth keeping. A type whose block is one weight takes a row of them as one block, and has `dq1(weight)` for
-// what is left at the end of the row.
+// A struct per type: WEIGHTS and BYTES of a block, and `dq8(block, group, out)`, which gives weights 8 * group to 8 *
+// group + 8 with the bits of the Rust decoder. COMPUTES says that decoding is arithmetic, and a NaN that comes of it
+// has no payload worth keeping. A type whose block is one weight takes a row of them as one block, and has
+// `dq1(weight)` for what is left at the end of the row.
 //
-// Drawings are those of src/dequant/blocks: a block from its first byte on, little-endian. A block lies at a multiple of the
-// largest power of two that divides BYTES (16 at most), and no load is wider than what that guarantees.
+// Drawings are those of src/dequant/blocks: a block from its first byte on, little-endian. A block lies at a multiple
+// of the largest power of two that divides BYTES (16 at most), and no load is wider than what that guarantees.
 //
 // Codes are kept as unsigned bytes, eight in two words, and become floats without a conversion: set into the lowest
 // mantissa bits of 2^23, off which 2^23 and the code of zero are taken. Both steps are exact, and zero is +0.
@@ -17,9 +17,9 @@
 #include "machine.cuh"
 
 // Every type that has a decoder, in order of id.
-#define FOR_EACH_TYPE(DO)                                                                                               \
-    DO(F32) DO(F16) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(Q8_K)    \
-    DO(IQ2_XXS) DO(IQ2_XS) DO(IQ3_XXS) DO(IQ1_S) DO(IQ4_NL) DO(IQ3_S) DO(IQ2_S) DO(IQ4_XS) DO(F64) DO(IQ1_M) DO(BF16)     \
+#define FOR_EACH_TYPE(DO)                                                                                              \
+    DO(F32) DO(F16) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(Q8_K) \
+    DO(IQ2_XXS) DO(IQ2_XS) DO(IQ3_XXS) DO(IQ1_S) DO(IQ4_NL) DO(IQ3_S) DO(IQ2_S) DO(IQ4_XS) DO(F64) DO(IQ1_M) DO(BF16)  \
     DO(TQ1_0) DO(TQ2_0) DO(MXFP4) DO(NVFP4) DO(Q1_0) DO(Q2_0)
 
 // ---- Codes: eight bytes, the first lowest in `low`.
@@ -144,8 +144,8 @@ struct Q8_0 {
 
 // ---- K-quants: 256 weights whose sub-blocks have small integer scales.
 
-// The 2-bit codes of a group, from the 64 bytes `qs`: byte l of 32 holds weights l, l + 32, l + 64, l + 96 of its half of
-// the block, from the lowest bits up.
+// The 2-bit codes of a group, from the 64 bytes `qs`: byte l of 32 holds weights l, l + 32, l + 64, l + 96 of its half
+// of the block, from the lowest bits up.
 template <int BYTES> DEVICE Codes pairs(const u8 *qs, u32 group) {
     return eight_bytes<BYTES>(qs + 32 * (group >> 4) + 8 * (group & 3)) >> 2 * (group >> 2 & 3) & 0x03030303;
 }
@@ -232,13 +232,14 @@ struct Q5_K {
 };
 
 // ql 128 B | qh 64 B | scales 16 x i8 | d f16                           x = d*sc * (q - 32)        16 x 16
-// Quarter k of a half, 32 weights: low four bits in ql[32 * (k % 2)..] at bit 4 * (k / 2), upper two in qh at bit 2 * k.
+// Quarter k of a half, 32 weights: low four bits in ql[32 * (k % 2)..] at bit 4 * (k / 2), upper two in qh at 2 * k.
 struct Q6_K {
     static constexpr int WEIGHTS = 256, BYTES = 210;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const u32 half = group >> 4, quarter = group >> 2 & 3, l = 8 * (group & 3);
-        const Codes low = eight_bytes<BYTES>(block + 64 * half + 32 * (quarter & 1) + l) >> 4 * (quarter >> 1) & 0x0F0F0F0F;
+        const u8 *const ql = block + 64 * half + 32 * (quarter & 1) + l;
+        const Codes low = eight_bytes<BYTES>(ql) >> 4 * (quarter >> 1) & 0x0F0F0F0F;
         const Codes high = eight_bytes<BYTES>(block + 128 + 32 * half + l) >> 2 * quarter & 0x03030303;
         const float sc = code(load<u8>(block + 192 + (group >> 1)) ^ 0x80, 0, 128);
         scaled(out, mul(half_at(block + 208), sc), low | high << 4, 32);
@@ -439,8 +440,8 @@ struct IQ1_S {
 };
 
 // indices 32 B | qh 16 B | scales 4 x u16                 as IQ1_S, one scale per 16 weights
-// A nibble of qh for each index: three upper bits, and the shift on top. In each u16 four 3-bit scales, from the lowest bits
-// up; the four top nibbles are the four nibbles of d.
+// A nibble of qh for each index: three upper bits, and the shift on top. In each u16 four 3-bit scales, from the lowest
+// bits up; the four top nibbles are the four nibbles of d.
 struct IQ1_M {
     static constexpr int WEIGHTS = 256, BYTES = 56;
     static constexpr bool COMPUTES = true;

@@ -1,6 +1,5 @@
 //! The CUDA kernels, compiled by the host's C++ compiler and run on the CPU, against the Rust decoders. No GPU is needed.
 
-#[allow(dead_code)]
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
 #[path = "common/golden.rs"]

@@ -198,7 +198,10 @@ fn judge(chosen: &[(Number, String)], seed: u64) {
                     let what = format!("{}: {} became {other} in: {}", number.file, number.text, number.line);
                     match number.caught(other, &folder) {
                         Some(by) => println!("caught by {by}: {what}"),
-                        None => missed.lock().unwrap().push(what),
+                        None => {
+                            println!("not noticed: {what}");
+                            missed.lock().unwrap().push(what);
+                        }
                     }
                 }
                 let _ = fs::remove_dir_all(&folder);
