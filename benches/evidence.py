@@ -8,7 +8,7 @@ Python, and b3sum for one table. What is compared takes turns, and ratios are ta
 done about virtual machines (--warm) and about other programs. Tables:
 
     cost     CPU seconds of a conversion to --tmpfs, and of its parts alone, for the same bytes
-    cold     wall seconds of a conversion from a cold source to --disk, of reading the source cold, and of writing as many bytes,
+    cold     wall seconds of a conversion from a cold source to --disk, also with --direct, of reading the source cold, and of writing as many bytes,
              synced, by way of the page cache and past it (O_DIRECT)
     verify   ggshard verify and b3sum over the same files in --tmpfs
     memory   the most anonymous memory of a conversion
@@ -41,14 +41,14 @@ def built(bench):
     return Path(found[-1])
 
 
-def convert(a, tp, folder, prepare=lambda: None):
+def convert(a, tp, folder, prepare=lambda: None, more=()):
     """Wall and CPU seconds, and the bytes and the number of files that were written."""
 
     def clear():
         shutil.rmtree(folder, ignore_errors=True)
         prepare()
 
-    command = [a.ggshard, "convert", a.model, folder, "--tp", tp, "--json"]
+    command = [a.ggshard, "convert", a.model, folder, "--tp", tp, "--json", *more]
     wall, cpu, _ = turn(lambda: run(command), clear, a.warm)
     sizes = [path.stat().st_size for path in folder.rglob("*.safetensors")]
     return wall, cpu, sum(sizes), len(sizes)
@@ -110,6 +110,7 @@ def cold(a):
         for _ in range(a.rounds):
             wall, used, output, files = convert(a, tp, folder, lambda: evict(a.model))
             row = {"wall": wall, "cpu": used, "output": output}
+            row["wall direct"], row["cpu direct"], *_ = convert(a, tp, folder, lambda: evict(a.model), ["--direct"])
             shutil.rmtree(folder)
             row["read"] = turn(lambda: run(["cat", a.model], discard=True), lambda: evict(a.model))[0]
             for way, flags in ("write", 0), ("direct", os.O_DIRECT):
@@ -122,12 +123,12 @@ def cold(a):
                 shutil.rmtree(folder)
             measured.append(row)
         rows.append((tp, measured))
-    text = ["| tp | output GB | convert: wall s | convert: CPU s | cat source s | write, fsync s | O_DIRECT, fsync s | slower of cat and write / convert | the same with O_DIRECT |",
-            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    text = ["| tp | output GB | convert: wall s | convert: CPU s | --direct: wall s | --direct: CPU s | cat source s | write, fsync s | O_DIRECT, fsync s | slower of cat and write / convert | slower of cat and O_DIRECT / --direct |",
+            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for tp, measured in rows:
-        cells = [spread([row[key] for row in measured]) for key in ("wall", "cpu", "read", "write", "direct")]
-        for way in "write", "direct":
-            cells.append(spread([max(row["read"], row[way]) / row["wall"] for row in measured]))
+        cells = [spread([row[key] for row in measured]) for key in ("wall", "cpu", "wall direct", "cpu direct", "read", "write", "direct")]
+        for way, ours in ("write", "wall"), ("direct", "wall direct"):
+            cells.append(spread([max(row["read"], row[way]) / row[ours] for row in measured]))
         text.append(line([tp, f"{measured[0]['output'] / 1e9:.2f}", *cells]))
     return rows, text
 

@@ -1,20 +1,30 @@
-//! Opening files that a stranger may have put there.
+//! Files that a stranger may have put there.
 
-use std::fs::{File, OpenOptions};
-use std::io::{Error, ErrorKind, Result};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+use crate::error::{Error, Result};
 
 /// Opens a regular file for reading and gives its length. Links are followed.
 ///
 /// Anything else is refused without waiting for it: opening a pipe the usual way would last until somebody writes to it.
-pub(crate) fn open(path: &Path) -> Result<(File, u64)> {
+pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
     // Of no meaning for a regular file.
     let file = OpenOptions::new().read(true).custom_flags(rustix::fs::OFlags::NONBLOCK.bits() as i32).open(path)?;
     let status = file.metadata()?;
     match status.is_file() {
         true => Ok((file, status.len())),
-        false => Err(Error::new(ErrorKind::InvalidInput, "not a regular file")),
+        false => Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file")),
+    }
+}
+
+/// Removes a file, if it is there.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 

@@ -109,8 +109,8 @@ pub fn verify_against(
     against: Against<'_>,
     progress: &(dyn Fn(Step) + Sync),
 ) -> Result<Report> {
-    let (bytes, path) = Manifest::read_bytes(dir)?;
-    let manifest = Manifest::parse(&bytes, &path)?;
+    let (manifest, digest) = Manifest::read_with_digest(dir)?;
+    let path = dir.join(filename::MANIFEST);
     if let Some(rank) = options.rank
         && manifest.topology.ranks.binary_search(&rank).is_err()
     {
@@ -126,7 +126,7 @@ pub fn verify_against(
     report.checks.push("folder".into());
     check_folder(dir, &manifest, &mut report)?;
     contents::check(dir, &manifest, &options, progress, &mut report)?;
-    check_sums(dir, &Sums::of(&manifest, &bytes), &mut report);
+    check_sums(dir, &Sums::of(&manifest, digest), &mut report);
     index::check(dir, &manifest, &mut report);
     if report.tensors == 0 {
         report.push(Finding::new(filename::MANIFEST, What::NothingChecked));

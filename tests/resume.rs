@@ -352,3 +352,18 @@ fn mappings_given_as_texts_resume_as_well() {
     assert!(report.kept_files == 1 && report.sealed);
     assert!(read(temp.path()) == undisturbed(&planned, options(&[])));
 }
+
+/// In the build folder and with tiles of many pages: /tmp is often a file system that does not know O_DIRECT.
+#[test]
+fn files_written_past_the_page_cache_are_the_same() {
+    let temp = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (_, planned) = small_parts(temp.path());
+    let expected = undisturbed(&planned, options(&[]));
+    for (threads, tile_bytes) in [(0, 512 << 10), (1, 1000), (3, 20_000)] {
+        let out = temp.path().join(format!("{tile_bytes}"));
+        let options = Options { threads, tile_bytes, ..options(&[]) };
+        let output = Output { direct: true, ..Output::from(&out) };
+        convert(&planned, output, options, &extras(), &|_| {}).unwrap();
+        assert!(read(&out) == expected, "{threads} threads, tiles of {tile_bytes} bytes");
+    }
+}

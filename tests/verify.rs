@@ -153,7 +153,7 @@ fn checkpoint(dir: &Path) -> Manifest {
 /// Writes manifest and `B3SUMS`, in the order of a commit.
 fn seal(dir: &Path, manifest: &Manifest) {
     let bytes = manifest.to_bytes().unwrap();
-    fs::write(dir.join("B3SUMS"), Sums::of(manifest, &bytes).to_text()).unwrap();
+    fs::write(dir.join("B3SUMS"), Sums::of(manifest, Digest::of(&bytes)).to_text()).unwrap();
     fs::write(dir.join("ggshard.json"), bytes).unwrap();
 }
 

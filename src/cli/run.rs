@@ -162,6 +162,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         keep: true,
         same_source: args.same_source,
         seal: args.seal.then_some(true),
+        direct: args.direct,
     };
     let result = convert::convert(&planned, output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();

@@ -9,7 +9,7 @@ use crate::gguf::{GgufSet, Part};
 use crate::mapping::{RulesId, Set};
 use crate::output::manifest::{self, FileEntry, Manifest, OtherFile};
 use crate::output::work::{Expected, Record};
-use crate::output::{self, Digest};
+use crate::output::{Digest, Index};
 use crate::plan::{DRAFT_FOLDER, Plan};
 
 /// The record of a conversion, of all its ranks.
@@ -63,7 +63,10 @@ fn index_name(plan: &Plan) -> Option<&String> {
 
 /// The index that transformers looks for beside the parts of a whole checkpoint.
 pub(crate) fn index(plan: &Plan, files: &[FileEntry]) -> Result<Option<(String, Vec<u8>)>> {
-    index_name(plan).map(|name| Ok((name.clone(), output::index(files)?))).transpose()
+    let Some(name) = index_name(plan) else { return Ok(None) };
+    let mut index = Index::default();
+    files.iter().for_each(|file| index.add(file));
+    Ok(Some((name.clone(), index.into_bytes()?)))
 }
 
 /// The strings in the header of each safetensors file that this version wrote.

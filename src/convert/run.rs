@@ -9,13 +9,17 @@ use super::{Extras, Planned, metadata, record};
 use crate::engine::{self, Engine, Observer, Outcome};
 use crate::error::{Error, Fault, Result};
 use crate::output::folder::{Claim, Claimed};
-use crate::output::manifest::{Manifest, Parameter};
-use crate::output::work::{Record, Work};
+use crate::output::manifest::{Manifest, Topology};
+use crate::output::seal::Finished;
+use crate::output::work::{Counts, Record, Work};
 use crate::output::{Digest, OutputFolder, SourceHasher, Writer, space};
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedFile};
+use crate::threads;
 
-/// Room that is left for the manifest and the small files when free space is checked.
+/// Room that is left for the small files when free space is checked.
 const SPARE_BYTES: u64 = 16 << 20;
+/// Room that is left for what receipts and the manifest say of a tensor.
+const SPARE_BYTES_PER_TENSOR: u64 = 512;
 
 /// Where a conversion goes, and what becomes of it there.
 #[derive(Debug, Clone, Copy)]
@@ -32,11 +36,19 @@ pub struct Output<'a> {
     /// Whether the folder becomes a checkpoint at the end; if not, [`seal`] makes it one when other processes have made
     /// the other ranks. By default, if all ranks are made here.
     pub seal: Option<bool>,
+    /// Whether files are written past the page cache (`O_DIRECT`). Workers wait for the disk then, so there are
+    /// [`Output::DIRECT_WORKERS`] times as many, unless their number was chosen.
+    pub direct: bool,
+}
+
+impl Output<'_> {
+    /// How many workers there are per CPU when files are written past the page cache.
+    pub const DIRECT_WORKERS: usize = 4;
 }
 
 impl<'a, P: AsRef<Path> + ?Sized> From<&'a P> for Output<'a> {
     fn from(folder: &'a P) -> Self {
-        Output { folder: folder.as_ref(), resume: false, keep: false, same_source: false, seal: None }
+        Output { folder: folder.as_ref(), resume: false, keep: false, same_source: false, seal: None, direct: false }
     }
 }
 
@@ -81,7 +93,7 @@ pub fn convert<'o>(
     extras: &Extras,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Report> {
-    let Output { folder: path, resume, keep, same_source, seal } = output.into();
+    let Output { folder: path, resume, keep, same_source, seal, direct } = output.into();
     let Planned { set, plan, .. } = planned;
     let ranks = ranks(plan, &options)?;
     let record = record::record(planned, extras, options.allow_nonfinite)?;
@@ -90,56 +102,35 @@ pub fn convert<'o>(
         Claim { ranks: &ranks, record: &record, others: &extras.files, sources: &sources, resume, keep, same_source };
     let folder = match OutputFolder::claim(path, &claim)? {
         Claimed::Open(folder) => folder,
-        Claimed::Sealed(manifest) => return Report::of_sealed(path, &ranks, *manifest),
+        Claimed::Sealed(manifest, digest) => return Ok(Report::of_sealed(path, &ranks, &manifest, digest)),
     };
-    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, options: &options, progress };
+    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, options: &options, direct, progress };
     let (outcome, kept_files) = job.run(resume).inspect_err(|error| {
         if !can_be_resumed(error) {
             folder.set_keep(false);
         }
     })?;
     let (source_bytes, repeated_bytes) = (outcome.reads.bytes(), outcome.reads.repeated());
-    let files = ranks_files(&folder, &record, &ranks)?;
-    let warnings = record.warnings.clone();
-    let report = Report {
+    let report = |finished: Finished, manifest: Option<Digest>| Report {
         output: path.to_path_buf(),
-        files: files.len(),
+        files: finished.files,
         kept_files,
-        tensors: files.iter().map(|(file, _)| file.tensors.len()).sum(),
-        output_bytes: files.iter().map(|(file, _)| file.bytes).sum(),
+        tensors: finished.tensors,
+        output_bytes: finished.bytes,
         source_bytes,
         repeated_bytes,
-        nonfinite: nonfinite(&record.counted(&files)),
-        warnings,
-        sealed: false,
-        manifest_blake3: None,
+        nonfinite: finished.counts.by_name(),
+        warnings: record.warnings.clone(),
+        sealed: manifest.is_some(),
+        manifest_blake3: manifest.map(|digest| digest.to_string()),
     };
-    drop(files);
     if seal.unwrap_or(ranks.len() == plan.tp as usize) {
-        let sealed = crate::output::seal::seal(*folder, &record, &ranks)?;
-        return Ok(Report { sealed: true, manifest_blake3: Some(sealed.digest.to_string()), ..report });
+        let (finished, digest) = crate::output::seal::seal(*folder, &record, &ranks)?;
+        return Ok(report(finished, Some(digest)));
     }
+    let finished = Finished::of(&folder, &record, &ranks)?;
     folder.set_keep(true);
-    Ok(report)
-}
-
-type Files = Vec<(crate::output::manifest::FileEntry, Vec<crate::output::work::Counted>)>;
-
-/// What is known about the finished files of `ranks`.
-fn ranks_files(folder: &OutputFolder, record: &Record, ranks: &[u32]) -> Result<Files> {
-    let receipt = |index: usize| {
-        let absent = || Fault::new(format!("no receipt of '{}'", record.files[index].name)).file(folder.path()).audit();
-        let receipt = folder.work().receipt(record, index)?.ok_or_else(absent)?;
-        Ok((receipt.file, receipt.counted))
-    };
-    record.files_of(ranks).map(receipt).collect()
-}
-
-/// Parameters with values that are not finite.
-fn nonfinite(parameters: &[Parameter]) -> BTreeMap<String, (u64, u64, u64)> {
-    let some = parameters.iter().filter(|p| p.nan + p.inf + p.overflow > 0);
-    let name = |p: &Parameter| if p.set.is_empty() { p.name.clone() } else { format!("{}/{}", p.set, p.name) };
-    some.map(|p| (name(p), (p.nan, p.inf, p.overflow))).collect()
+    Ok(report(finished, None))
 }
 
 /// Whether it makes sense to go on where this error ended a conversion. After the others, the same would happen again.
@@ -168,24 +159,29 @@ struct Job<'a> {
     record: &'a Record,
     ranks: &'a [u32],
     options: &'a engine::Options,
+    direct: bool,
     progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Job<'_> {
     /// Makes the files that are not finished. Gives what the engine saw, and how many files were.
     fn run(&self, resume: bool) -> Result<(Outcome, usize)> {
-        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, options, progress } = *self;
+        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, options, direct, progress } = *self;
         let each = |_| options.check_cancel();
         let finished = if resume { folder.finished(record, ranks, options.threads, &each)? } else { Vec::new() };
         let finished: BTreeSet<usize> = finished.into_iter().map(|(index, _)| index).collect();
         let wanted: BTreeSet<usize> = record.files_of(ranks).filter(|index| !finished.contains(index)).collect();
         progress(finished.iter().map(|index| plan.files[*index].data_bytes).sum());
         check_space(folder.path(), plan, &wanted)?;
-        let writer = Writer::new(plan, folder, &wanted, &metadata(env!("CARGO_PKG_VERSION")))?;
+        let writer = Writer::new(plan, folder, &wanted, metadata(env!("CARGO_PKG_VERSION")), direct)?;
         let skip = finished.iter().map(|index| *index as u32).collect();
         let hasher = options.hash_source.then(|| SourceHasher::new(set));
         let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
-        let engine = Engine::new(plan, set, engine::Options { skip, ..options.clone() }).observed(observer);
+        let threads = match options.threads {
+            0 if direct => threads::count(0) * Output::DIRECT_WORKERS,
+            threads => threads,
+        };
+        let engine = Engine::new(plan, set, engine::Options { skip, threads, ..options.clone() }).observed(observer);
         let outcome = engine.run(&writer, progress)?;
         writer.finish()?;
         if let Some(hasher) = hasher {
@@ -213,10 +209,9 @@ impl Job<'_> {
 
 impl Report {
     /// The report of a conversion that an earlier run had finished.
-    fn of_sealed(path: &Path, ranks: &[u32], manifest: Manifest) -> Result<Report> {
+    fn of_sealed(path: &Path, ranks: &[u32], manifest: &Manifest, digest: Digest) -> Report {
         let of_ranks = || manifest.files.iter().filter(|file| file.rank.is_none_or(|rank| ranks.contains(&rank)));
-        let (bytes, _) = Manifest::read_bytes(path)?;
-        Ok(Report {
+        Report {
             output: path.to_path_buf(),
             files: of_ranks().count(),
             kept_files: of_ranks().count(),
@@ -224,11 +219,11 @@ impl Report {
             output_bytes: of_ranks().map(|file| file.bytes).sum(),
             source_bytes: 0,
             repeated_bytes: None,
-            nonfinite: nonfinite(&manifest.parameters),
+            nonfinite: Counts::of(&manifest.parameters).by_name(),
             warnings: manifest.warnings.clone(),
             sealed: true,
-            manifest_blake3: Some(Digest::of(&bytes).to_string()),
-        })
+            manifest_blake3: Some(digest.to_string()),
+        }
     }
 }
 
@@ -258,40 +253,44 @@ pub struct Sealed {
 ///
 /// [`Error::Output`] when files are missing (it says which), a process is still at work, or nothing was converted here.
 pub fn seal(path: &Path, ranks: &[u32]) -> Result<Sealed> {
-    let report = |manifest: &Manifest, digest: Digest, already: bool| Sealed {
-        output: path.to_path_buf(),
-        ranks: manifest.topology.ranks.clone(),
-        tp: manifest.topology.tp,
-        files: manifest.files.len(),
-        output_bytes: manifest.files.iter().map(|file| file.bytes).fold(0, u64::saturating_add),
-        already,
-        manifest_blake3: digest.to_string(),
-    };
     if path.join(super::MANIFEST).is_file() {
-        let (bytes, file) = Manifest::read_bytes(path)?;
-        let manifest = Manifest::parse(&bytes, &file)?;
-        if !ranks.is_empty() && ranks != manifest.topology.ranks {
-            return Err(Fault::new(format!("the folder is sealed with ranks {:?}", manifest.topology.ranks))
+        let (manifest, digest) = Manifest::read_with_digest(path)?;
+        let Topology { tp, ranks: sealed, .. } = manifest.topology;
+        if !ranks.is_empty() && ranks != sealed {
+            return Err(Fault::new(format!("the folder is sealed with ranks {sealed:?}"))
                 .file(path)
                 .expected(format!("ranks {ranks:?}"))
                 .output());
         }
         Work::remove_remains(path)?;
-        return Ok(report(&manifest, Digest::of(&bytes), true));
+        return Ok(Sealed {
+            output: path.to_path_buf(),
+            ranks: sealed,
+            tp,
+            files: manifest.files.len(),
+            output_bytes: manifest.files.iter().map(|file| file.bytes).fold(0, u64::saturating_add),
+            already: true,
+            manifest_blake3: digest.to_string(),
+        });
     }
-    let begun = || -> Result<Record> {
-        Work::record_in(path)?.ok_or_else(|| {
-            let fault = Fault::new("no conversion has begun in this folder").file(path);
-            fault.remedy("Name the folder that convert was given").output()
-        })
-    };
-    let tp = begun()?.topology.tp;
+    let record = Work::record_in(path)?.ok_or_else(|| {
+        let fault = Fault::new("no conversion has begun in this folder").file(path);
+        fault.remedy("Name the folder that convert was given").output()
+    })?;
+    let tp = record.topology.tp;
     let ranks: Vec<u32> = if ranks.is_empty() { (0..tp).collect() } else { ranks.to_vec() };
     check_ranks(&ranks, tp)?;
-    let record = begun()?;
     let folder = OutputFolder::claim_begun(path, &ranks, &record)?;
-    let sealed = crate::output::seal::seal(folder, &record, &ranks)?;
-    Ok(report(&sealed.manifest, sealed.digest, false))
+    let (finished, digest) = crate::output::seal::seal(folder, &record, &ranks)?;
+    Ok(Sealed {
+        output: path.to_path_buf(),
+        ranks,
+        tp,
+        files: finished.files,
+        output_bytes: finished.bytes,
+        already: false,
+        manifest_blake3: digest.to_string(),
+    })
 }
 
 fn ranks(plan: &Plan, options: &engine::Options) -> Result<Vec<u32>> {
@@ -311,7 +310,8 @@ fn check_ranks(ranks: &[u32], tp: u32) -> Result<()> {
 }
 
 fn check_space(output: &Path, plan: &Plan, wanted: &BTreeSet<usize>) -> Result<()> {
-    let needed: u64 = wanted.iter().map(|index| plan.files[*index].data_bytes).sum::<u64>() + SPARE_BYTES;
+    let room = |file: &PlannedFile| file.data_bytes + SPARE_BYTES_PER_TENSOR * file.params.len() as u64;
+    let needed = wanted.iter().map(|index| room(&plan.files[*index])).sum::<u64>() + SPARE_BYTES;
     let free = space::free_bytes(output)?;
     if free < needed {
         return Err(Fault::new(format!("{free} bytes are free"))

@@ -30,6 +30,14 @@ pub(super) enum Read {
 }
 
 impl Read {
+    /// The source that is read; none for constants.
+    pub fn source(&self) -> Option<u32> {
+        match *self {
+            Read::Fill { .. } => None,
+            Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => Some(source),
+        }
+    }
+
     /// What two reads of one region have in common; none for constants, which cost nothing to make again.
     fn key(&self) -> Option<Key> {
         let (shape, source, [start, stride, rows], op) = match *self {

@@ -307,25 +307,41 @@ impl Queue<'_> {
             let target = self.engine.options.tile_bytes / param.dtype.bytes();
             let index = self.param as u32;
             let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
+            // Workers that write to one file at a time wait for each other, so jobs that are likely to be for several ranks
+            // take turns, as far as their bytes are requested ahead together.
+            let (mut together, mut bytes) = (Vec::new(), 0);
             for job in jobs(self.engine.plan, index, joining, self.wanted) {
-                let block = match job.read {
-                    Read::Fill { .. } => 1,
-                    Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
-                        self.engine.plan.sources[source as usize].ty.block()
-                    }
-                };
+                let ty = job.read.source().map(|source| self.engine.plan.sources[source as usize].ty);
+                let (block, block_bytes) = ty.map_or((1, 0), |ty| (ty.block(), ty.block_bytes()));
                 let job = Arc::new(job);
                 let tiles = match self.stage {
                     Some(stage) => stage.tiles(self.engine.plan, &job, block),
-                    None => tiles(&job, block, target),
+                    None => tiles(&job, block, target, param.dtype.bytes()),
                 };
-                self.ready.extend(tiles.into_iter().map(|tile| (job.clone(), tile)));
+                let reads: u64 = tiles.iter().map(|tile| tile.elements() / block * block_bytes).sum();
+                if bytes + reads > self.engine.options.readahead {
+                    self.ready.extend(by_turns(std::mem::take(&mut together)));
+                    bytes = 0;
+                }
+                together.push(tiles.into_iter().map(|tile| (job.clone(), tile)).collect());
+                bytes += reads;
             }
+            self.ready.extend(by_turns(together));
             self.ready.reverse();
             self.param += 1;
         }
         self.ready.pop()
     }
+}
+
+/// The first of each, the second of each, and so on.
+fn by_turns<T>(lists: Vec<Vec<T>>) -> Vec<T> {
+    let mut left: Vec<_> = lists.into_iter().map(Vec::into_iter).collect();
+    let mut all = Vec::new();
+    while !left.is_empty() {
+        left.retain_mut(|list| list.next().map(|item| all.push(item)).is_some());
+    }
+    all
 }
 
 /// For each parameter that later ones join, those.

@@ -170,7 +170,7 @@ impl Stage {
         };
         let mut target = if on_device { self.tile } else { CPU_TILE } / dtype.bytes();
         loop {
-            let tiles = tiles(job, block, target);
+            let tiles = tiles(job, block, target, 0);
             if !on_device || target <= block || tiles.iter().all(|tile| self.fits(plan, job, tile)) {
                 return tiles;
             }
@@ -259,7 +259,7 @@ fn on_cpu(context: &Context<'_>, job: &Job, tile: &Tile, scratch: &mut Scratch) 
         }
     };
     let mut written = 0;
-    for tile in split(job, tile, block, CPU_TILE / dtype.bytes()) {
+    for tile in split(job, tile, block, CPU_TILE / dtype.bytes(), dtype.bytes()) {
         written += context.execute(job, &tile, scratch)?;
     }
     Ok(written)

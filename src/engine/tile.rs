@@ -21,8 +21,16 @@ pub(super) struct Tile {
     pub cols: Range<u64>,
 }
 
-/// Splits a job into tiles of about `target` elements, between blocks of `block` elements.
-pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
+impl Tile {
+    /// Number of elements that are decoded for it.
+    pub fn elements(&self) -> u64 {
+        (self.rows.end - self.rows.start) * (self.cols.end - self.cols.start)
+    }
+}
+
+/// Splits a job into tiles of about `target` elements, between blocks of `block` elements. Elements of the output have
+/// `width` bytes; with a width of 0, tiles are not larger than `target` for the sake of hashing.
+pub(super) fn tiles(job: &Job, block: u64, target: u64, width: u64) -> Vec<Tile> {
     // The columns that some output takes.
     let taken = || {
         let first = job.outputs.iter().map(|o| o.col).min().unwrap_or(0);
@@ -34,11 +42,11 @@ pub(super) fn tiles(job: &Job, block: u64, target: u64) -> Vec<Tile> {
         Read::Run { start, elements, .. } => Tile { rows: 0..1, cols: start..start + elements },
         Read::Rows { rows, .. } | Read::Transposed { rows, .. } => Tile { rows: 0..rows, cols: taken() },
     };
-    split(job, &whole, block, target)
+    split(job, &whole, block, target, width)
 }
 
 /// Splits a tile of a job into smaller ones, as [`tiles`] splits the job.
-pub(super) fn split(job: &Job, tile: &Tile, block: u64, target: u64) -> Vec<Tile> {
+pub(super) fn split(job: &Job, tile: &Tile, block: u64, target: u64, width: u64) -> Vec<Tile> {
     let target = target.max(block);
     let chunks = |range: Range<u64>, step: u64| -> Vec<Range<u64>> {
         let mut out = Vec::new();
@@ -60,7 +68,8 @@ pub(super) fn split(job: &Job, tile: &Tile, block: u64, target: u64) -> Vec<Tile
         Read::Rows { .. } => {
             let span = (cols.end - cols.start).max(1);
             if span <= target {
-                grid(chunks(rows, target / span), vec![cols])
+                let each = job.outputs.iter().map(|output| output.cols * width).min().unwrap_or(1);
+                grid(chunks(rows, whole_hashes(target / span, each)), vec![cols])
             } else {
                 grid(rows.map(|r| r..r + 1).collect(), chunks(cols, target / block * block))
             }
@@ -71,6 +80,18 @@ pub(super) fn split(job: &Job, tile: &Tile, block: u64, target: u64) -> Vec<Tile
             let tall = (target / wide).max(1);
             grid(chunks(rows, tall.max(count.min(4 * tall))), chunks(cols, wide))
         }
+    }
+}
+
+/// About so many rows, but as many as make outputs of `bytes` per row end where BLAKE3 works on 16 chunks at once, if that
+/// is at most twice the number. Chunks that are hashed one by one take ten times as long.
+fn whole_hashes(rows: u64, bytes: u64) -> u64 {
+    const TOGETHER: u64 = 16 << 10;
+    let unit = TOGETHER >> bytes.trailing_zeros().min(TOGETHER.trailing_zeros());
+    match rows / unit {
+        0 if unit <= 2 * rows => unit,
+        0 => rows,
+        several => several * unit,
     }
 }
 
@@ -303,11 +324,11 @@ impl Context<'_> {
             values.iter_mut().for_each(|v| *v += constant);
         }
         let out = &mut scratch.decoded[at];
-        if decoder.computes() || !op.is_identity() {
-            Ok(convert_computed(values, float, self.simd, out))
+        Ok(if decoder.computes() || !op.is_identity() {
+            convert_computed(values, float, self.simd, out)
         } else {
-            Ok(convert(values, float, self.simd, out))
-        }
+            convert(values, float, self.simd, out)
+        })
     }
 
     /// A byte range of a source, which the observer sees first.
@@ -433,7 +454,7 @@ mod tests {
 
     /// Every tile's rectangle is disjoint from the others and together they are the job.
     fn cover(job: &Job, rows: u64, cols: Range<u64>, block: u64, target: u64) {
-        let tiles = tiles(job, block, target);
+        let tiles = tiles(job, block, target, 2);
         let area: u64 = tiles.iter().map(|t| (t.rows.end - t.rows.start) * (t.cols.end - t.cols.start)).sum();
         assert_eq!(area, rows * (cols.end - cols.start));
         for (i, a) in tiles.iter().enumerate() {
@@ -454,7 +475,7 @@ mod tests {
         for target in [1, 32, 100, 4096] {
             let run = job(Read::Run { source: 0, start: 96, elements: 1000, op }, vec![output(0, 1000)]);
             cover(&run, 1, 96..1096, 32, target);
-            assert!(tiles(&run, 32, target).iter().all(|t| t.cols.start % 32 == 0));
+            assert!(tiles(&run, 32, target, 2).iter().all(|t| t.cols.start % 32 == 0));
             let rows = Read::Rows { source: 0, start: 0, stride: 512, rows: 7, op };
             cover(&job(rows, vec![output(64, 64), output(128, 64)]), 7, 64..192, 32, target);
             let turned = Read::Transposed { source: 0, start: 0, stride: 192, rows: 50, op };

@@ -11,12 +11,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::file::OutputFile;
 use super::manifest::{FileEntry, Manifest};
 use super::work::{Counted, Receipt, Record, Work};
 use super::{Digest, filename};
 use crate::error::{Error, Fault, Result};
-use crate::regular;
+use crate::regular::{self, remove};
 use crate::threads::lock;
+
+mod look;
+
+use look::{Found, look, occupied, unfinished};
 
 /// Appended to a safetensors file's name while it is written.
 pub const PARTIAL: &str = ".partial";
@@ -32,17 +37,19 @@ enum Step<'a> {
     Finish(&'a str),
     /// A small file is written.
     Write(&'a str, &'a [u8]),
+    /// The manifest, which is written already, gets its name.
+    Manifest,
 }
 
 /// The steps in order. After none but the last is the folder a checkpoint, to us or to a stack that looks for config.json.
-fn steps<'a>(files: &[&'a str], others: &'a [(String, Vec<u8>)], sums: &'a [u8], manifest: &'a [u8]) -> Vec<Step<'a>> {
+fn steps<'a>(files: &[&'a str], others: &'a [(String, Vec<u8>)], sums: &'a [u8]) -> Vec<Step<'a>> {
     let mut steps = vec![Step::Sync];
     steps.extend(files.iter().map(|name| Step::Finish(name)));
     steps.push(Step::Sync);
     steps.extend(others.iter().map(|(name, bytes)| Step::Write(name, bytes)));
     steps.push(Step::Write(filename::SUMS, sums));
     steps.push(Step::Sync);
-    steps.push(Step::Write(filename::MANIFEST, manifest));
+    steps.push(Step::Manifest);
     steps.push(Step::Sync);
     steps
 }
@@ -72,7 +79,7 @@ pub enum Claimed {
     /// There is work to do.
     Open(Box<OutputFolder>),
     /// An earlier run had finished, but for nothing that a user would notice.
-    Sealed(Box<Manifest>),
+    Sealed(Box<Manifest>, Digest),
 }
 
 /// A folder that a conversion writes to. Unless it is [committed](OutputFolder::commit), what this process put into it is
@@ -90,13 +97,6 @@ pub struct OutputFolder {
     /// Whether finished files stay if it is dropped before its commit.
     keep: AtomicBool,
     committed: bool,
-}
-
-/// What lies at an output path.
-enum Found {
-    Nothing,
-    Sealed,
-    Unfinished,
 }
 
 impl OutputFolder {
@@ -166,7 +166,9 @@ impl OutputFolder {
         if !claim.resume {
             return Err(occupied(path, format!("a checkpoint, '{}'", filename::MANIFEST)));
         }
-        let manifest = Manifest::read(path)?;
+        let (mut manifest, digest) = Manifest::read_with_digest(path)?;
+        // Most of it, and no part of a record.
+        let files = std::mem::take(&mut manifest.files);
         if let Some((what, this, other)) = claim.record.difference(&Record::of_sealed(&manifest, claim.record)) {
             return Err(Fault::new(format!("this conversion's {what} is {this}"))
                 .file(path)
@@ -184,7 +186,8 @@ impl OutputFolder {
                 .output());
         }
         Work::remove_remains(path)?;
-        Ok(Claimed::Sealed(Box::new(manifest)))
+        manifest.files = files;
+        Ok(Claimed::Sealed(Box::new(manifest), digest))
     }
 
     /// A conversion that does not resume may join others, but its own ranks must be untouched.
@@ -263,11 +266,11 @@ impl OutputFolder {
         &self.path
     }
 
-    /// Opens a new file under its partial name.
-    pub(super) fn open_partial(&self, name: &str) -> Result<File> {
+    /// Opens a new file of so many bytes under its partial name, to be written by way of the page cache or past it.
+    pub(super) fn open_partial(&self, name: &str, bytes: u64, direct: bool) -> Result<OutputFile> {
         let path = self.path.join(format!("{name}{PARTIAL}"));
         self.create_above(&path)?;
-        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        let file = OutputFile::create(&path, bytes, direct).map_err(|e| Error::io("create", &path, e))?;
         self.note(path);
         Ok(file)
     }
@@ -301,9 +304,20 @@ impl OutputFolder {
         self.rename(&partial, &done)
     }
 
-    /// Gives all files their final names, then writes the small files, `B3SUMS` and, last, the manifest.
-    pub fn commit(mut self, files: &[&str], others: &[(String, Vec<u8>)], sums: &[u8], manifest: &[u8]) -> Result<()> {
-        for step in steps(files, others, sums, manifest) {
+    /// Creates the manifest under its partial name.
+    pub(super) fn begin_manifest(&self) -> Result<File> {
+        // Never through a link that somebody left under that name.
+        let path = self.path.join(format!("{}{PARTIAL}", filename::MANIFEST));
+        remove(&path)?;
+        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        self.note(path);
+        Ok(file)
+    }
+
+    /// Gives all files their final names, then writes the small files and `B3SUMS`. Last, the manifest that was begun and
+    /// is complete gets its name.
+    pub fn commit(mut self, files: &[&str], others: &[(String, Vec<u8>)], sums: &[u8]) -> Result<()> {
+        for step in steps(files, others, sums) {
             self.take(step)?;
         }
         self.committed = true;
@@ -326,6 +340,10 @@ impl OutputFolder {
                 }
             }
             Step::Write(name, bytes) => self.write(name, bytes),
+            Step::Manifest => {
+                let path = self.path.join(filename::MANIFEST);
+                self.rename(&self.path.join(format!("{}{PARTIAL}", filename::MANIFEST)), &path)
+            }
         }
     }
 
@@ -400,226 +418,5 @@ fn holds(path: &Path, receipt: &Receipt, threads: usize, each: &(dyn Fn(u64) -> 
     Ok(Digest::of_file(&file, path, bytes, threads, each)? == receipt.file.blake3)
 }
 
-/// What lies at `path`. A file, a source part, or anything that no conversion put there is an error.
-fn look(path: &Path, sources: &[&Path]) -> Result<Found> {
-    let status = match fs::metadata(path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Found::Nothing),
-        Err(e) => return Err(Error::io("look at", path, e)),
-        Ok(status) => status,
-    };
-    if !status.is_dir() {
-        let fault = Fault::new("the output is a file").file(path).expected("a folder, or nothing yet");
-        return Err(fault.output());
-    }
-    let entries = fs::read_dir(path).map_err(|e| Error::io("list", path, e))?;
-    let mut names: Vec<String> = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|e| Error::io("list", path, e))?;
-        if let Some(source) = sources.iter().find(|s| same_file(s, &entry.path())) {
-            return Err(Fault::new(format!("the output folder holds the source part '{}'", source.display()))
-                .file(path)
-                .expected("an empty folder away from the source")
-                .output());
-        }
-        names.push(entry.file_name().to_string_lossy().into_owned());
-    }
-    names.sort();
-    let Some(first) = names.first() else { return Ok(Found::Nothing) };
-    let is = |name: &str| names.iter().any(|n| n == name);
-    // A manifest is only ours if it is a file: a conversion that resumes reads it.
-    if is(filename::MANIFEST) && path.join(filename::MANIFEST).is_file() {
-        return Ok(Found::Sealed);
-    }
-    if is(filename::WORK) && path.join(filename::WORK).is_dir() {
-        return Ok(Found::Unfinished);
-    }
-    Err(occupied(path, format!("{} entries, the first is '{first}'", names.len())))
-}
-
-fn occupied(path: &Path, what: String) -> Error {
-    Fault::new(format!("the output folder holds {what}"))
-        .file(path)
-        .expected("an empty folder, or none")
-        .remedy("Choose another folder, or remove what is in it")
-        .output()
-}
-
-fn unfinished(path: &Path, what: &str) -> Error {
-    Fault::new(format!("the output folder holds {what}"))
-        .file(path)
-        .expected("an empty folder, or none")
-        .remedy("Go on with it by --resume, or remove the folder")
-        .output()
-}
-
-/// Removes a file, if it is there.
-fn remove(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
-        Ok(()) | Err(_) => Ok(()),
-    }
-}
-
-/// Whether two paths lead to one file, through links as well.
-fn same_file(a: &Path, b: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    match (fs::metadata(a), fs::metadata(b)) {
-        (Ok(a), Ok(b)) => a.dev() == b.dev() && a.ino() == b.ino(),
-        (Err(_), _) | (_, Err(_)) => false,
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const FILES: [&str; 3] =
-        ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors", "mtp/a.safetensors"];
-
-    fn record() -> Record {
-        let zero = "0".repeat(64);
-        let rules = serde_json::json!({ "name": "n", "version": "1", "digest": zero, "launch": [] });
-        let mut mapping = rules.clone();
-        mapping.as_object_mut().unwrap().remove("launch");
-        let files: Vec<_> = FILES.iter().map(|name| serde_json::json!({ "name": name, "rank": 0 })).collect();
-        let record = serde_json::json!({
-            "format": "ggshard work", "format_version": 1, "tool": "t", "plan": zero,
-            "source": { "architecture": "a", "parts": [] }, "marks": [], "mapping": mapping, "profile": rules,
-            "topology": { "tp": 1, "ranks": [0] },
-            "policy": { "dtype": "bf16", "mtp": "keep", "part_size": 1, "allow_nonfinite": false },
-            "warnings": [], "ignored": [], "parameters": [], "others": [], "files": files, "index": null,
-        });
-        Record::parse(&serde_json::to_vec(&record).unwrap()).unwrap()
-    }
-
-    fn claim(path: &Path, resume: bool) -> OutputFolder {
-        let record = record();
-        let claim =
-            Claim { ranks: &[0], record: &record, others: &[], sources: &[], resume, keep: true, same_source: false };
-        match OutputFolder::claim(path, &claim).unwrap() {
-            Claimed::Open(folder) => *folder,
-            Claimed::Sealed(_) => panic!("it is sealed"),
-        }
-    }
-
-    fn entry(name: &str) -> FileEntry {
-        let (name, blake3) = (name.to_owned(), Digest::of(b""));
-        FileEntry { name, rank: None, stage: None, bytes: 0, header_bytes: 0, blake3, tensors: Vec::new() }
-    }
-
-    fn fill(folder: &OutputFolder) {
-        for (index, name) in FILES.iter().enumerate() {
-            let file = folder.open_partial(name).unwrap();
-            folder.complete(index, entry(name), Vec::new(), &file).unwrap();
-        }
-    }
-
-    /// A process that dies between any two steps leaves nothing that passes for a checkpoint: no manifest, and nothing
-    /// that a stack reads first (config.json, an index) unless every weight is in place under its name. And whatever it
-    /// leaves, the next one can finish.
-    #[test]
-    fn a_death_after_any_step_leaves_no_checkpoint() {
-        let others = [("config.json".to_owned(), b"{}".to_vec()), ("mtp/config.json".to_owned(), b"{}".to_vec())];
-        let all = steps(&FILES, &others, b"sums", b"manifest");
-        let last = all.iter().rposition(|s| matches!(s, Step::Write(..))).unwrap();
-        for dies_after in 0..=all.len() {
-            let temp = tempfile::tempdir().unwrap();
-            let path = temp.path().join("out");
-            let folder = claim(&path, false);
-            fill(&folder);
-            for step in &all[..dies_after] {
-                folder.take(*step).unwrap();
-            }
-            // No destructor runs in a process that is killed, but its locks are released.
-            let mut folder = std::mem::ManuallyDrop::new(folder);
-            folder.work.release();
-            let is = |name: &str| path.join(name).exists();
-            assert_eq!(is(filename::MANIFEST), dies_after > last, "after {dies_after} steps");
-            if is("config.json") || is("mtp/config.json") || is(filename::SUMS) {
-                assert!(FILES.iter().all(|name| is(name)), "after {dies_after} steps");
-            }
-            let complete = || {
-                FILES.iter().all(|name| is(name)) && is("config.json") && is("mtp/config.json") && is(filename::SUMS)
-            };
-            if dies_after > last {
-                assert!(complete());
-                continue;
-            }
-            let folder = claim(&path, true);
-            let finished = folder.finished(&record(), &[0], 1, &|_| Ok(())).unwrap();
-            assert_eq!(finished.len(), FILES.len(), "after {dies_after} steps");
-            folder.commit(&FILES, &others, b"sums", b"manifest").unwrap();
-            assert!(complete() && is(filename::MANIFEST) && !is(filename::WORK), "after {dies_after} steps");
-        }
-    }
-
-    /// A process that has looked at a folder which is then sealed by another one takes nothing from the checkpoint.
-    #[test]
-    fn whoever_comes_as_it_is_sealed_leaves_the_checkpoint_alone() {
-        let temp = tempfile::tempdir().unwrap();
-        let path = temp.path().join("out");
-        let folder = claim(&path, false);
-        fill(&folder);
-        folder.commit(&FILES, &[("config.json".to_owned(), b"{}".to_vec())], b"sums", b"manifest").unwrap();
-        let record = record();
-        for resume in [false, true] {
-            let claim = Claim {
-                ranks: &[0],
-                record: &record,
-                others: &[],
-                sources: &[],
-                resume,
-                keep: true,
-                same_source: false,
-            };
-            // As if the look had been before the commit. The manifest of this test is none, so neither goes on.
-            OutputFolder::enter(&path, &claim).unwrap_err();
-            let is = |name: &str| path.join(name).is_file();
-            assert!(
-                FILES.iter().all(|name| is(name)) && is("config.json") && is(filename::SUMS) && is(filename::MANIFEST)
-            );
-            assert!(!path.join(filename::WORK).exists());
-        }
-    }
-
-    /// Weights that must be made again go only after what makes the folder look complete.
-    #[test]
-    fn what_is_redone_takes_the_config_away_first() {
-        let temp = tempfile::tempdir().unwrap();
-        let path = temp.path().join("out");
-        let folder = claim(&path, false);
-        fill(&folder);
-        for step in steps(&FILES, &[], b"sums", b"manifest").iter().take(5) {
-            folder.take(*step).unwrap();
-        }
-        drop(folder);
-        std::fs::write(path.join(filename::SUMS), b"sums").unwrap();
-        std::fs::write(path.join(FILES[1]), b"damaged").unwrap();
-        let folder = claim(&path, true);
-        let finished = folder.finished(&record(), &[0], 2, &|_| Ok(())).unwrap();
-        assert_eq!(finished.iter().map(|(index, _)| *index).collect::<Vec<_>>(), [0, 2]);
-        assert!(!path.join(filename::SUMS).exists() && !path.join(FILES[1]).exists());
-    }
-
-    #[test]
-    fn a_run_that_does_not_resume_leaves_unfinished_work_alone() {
-        let temp = tempfile::tempdir().unwrap();
-        let path = temp.path().join("out");
-        let folder = claim(&path, false);
-        fill(&folder);
-        drop(folder);
-        let record = record();
-        let claim = Claim {
-            ranks: &[0],
-            record: &record,
-            others: &[],
-            sources: &[],
-            resume: false,
-            keep: false,
-            same_source: false,
-        };
-        let error = OutputFolder::claim(&path, &claim).unwrap_err().to_string();
-        assert!(error.contains("--resume"), "{error}");
-        assert!(FILES.iter().all(|name| path.join(format!("{name}{DONE}")).exists()));
-    }
-}
+mod tests;

@@ -3,19 +3,28 @@
 use super::manifest::FileEntry;
 use crate::error::{Fault, Result};
 
-/// The bytes of the index of `files`: in which file each tensor is.
-pub(crate) fn index<'a>(files: impl IntoIterator<Item = &'a FileEntry>) -> Result<Vec<u8>> {
-    let mut weight_map = serde_json::Map::new();
-    let mut total = 0;
-    for file in files {
+/// In which file each tensor is.
+#[derive(Debug, Default)]
+pub(crate) struct Index {
+    weight_map: serde_json::Map<String, serde_json::Value>,
+    total: u64,
+}
+
+impl Index {
+    /// Adds the tensors of a file.
+    pub fn add(&mut self, file: &FileEntry) {
         for tensor in &file.tensors {
-            weight_map.insert(tensor.name.clone(), file.name.clone().into());
-            total += tensor.offsets.1 - tensor.offsets.0;
+            self.weight_map.insert(tensor.name.clone(), file.name.clone().into());
+            self.total += tensor.offsets.1 - tensor.offsets.0;
         }
     }
-    let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-    let mut bytes = serde_json::to_vec_pretty(&index)
-        .map_err(|e| Fault::new(format!("the index cannot be written: {e}")).audit())?;
-    bytes.push(b'\n');
-    Ok(bytes)
+
+    /// The bytes of the index.
+    pub fn into_bytes(self) -> Result<Vec<u8>> {
+        let index = serde_json::json!({ "metadata": { "total_size": self.total }, "weight_map": self.weight_map });
+        let mut bytes = serde_json::to_vec_pretty(&index)
+            .map_err(|e| Fault::new(format!("the index cannot be written: {e}")).audit())?;
+        bytes.push(b'\n');
+        Ok(bytes)
+    }
 }

@@ -3,7 +3,7 @@
 //! The field-by-field description is in `docs/format.md`. The manifest is written last; a folder without one is not a
 //! checkpoint.
 
-use std::io::{ErrorKind, Read};
+use std::io::{Cursor, ErrorKind, Read, Seek};
 use std::path::Path;
 
 use serde::{Deserialize, Deserializer, Serialize};
@@ -16,6 +16,9 @@ use crate::regular;
 
 mod check;
 mod text;
+
+pub(crate) use check::Check;
+pub(crate) use text::Text;
 
 /// The value of the `format` field.
 pub const FORMAT: &str = "ggshard";
@@ -257,14 +260,13 @@ impl Manifest {
     /// [`Error::Checkpoint`] when there is none, when its bytes are not those that were written, or when it contradicts
     /// itself; [`Error::Unsupported`] for another version of the format.
     pub fn read(dir: &Path) -> Result<Self> {
-        let (bytes, path) = Self::read_bytes(dir)?;
-        Self::parse(&bytes, &path)
+        Self::read_with_digest(dir).map(|(manifest, _)| manifest)
     }
 
-    /// The bytes of the manifest in `dir`, with its path.
-    pub(crate) fn read_bytes(dir: &Path) -> Result<(Vec<u8>, std::path::PathBuf)> {
+    /// As [`Manifest::read`], with the BLAKE3 of the whole file.
+    pub(crate) fn read_with_digest(dir: &Path) -> Result<(Self, Digest)> {
         let path = dir.join(filename::MANIFEST);
-        let (file, length) = match regular::open(&path) {
+        let (mut file, length) = match regular::open(&path) {
             Ok(opened) => opened,
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 return Err(Fault::new(format!("no {}, so this is not a checkpoint", filename::MANIFEST))
@@ -280,21 +282,20 @@ impl Manifest {
                 .expected(format!("at most {READ_LIMIT} bytes"))
                 .checkpoint());
         }
-        // Room is asked for, not taken: a file can be of any length and hold nothing.
-        let mut bytes = Vec::new();
-        let room = bytes.try_reserve_exact(length as usize).map_err(|e| std::io::Error::new(ErrorKind::OutOfMemory, e));
-        room.map_err(|e| Error::io("read", &path, e))?;
-        file.take(READ_LIMIT).read_to_end(&mut bytes).map_err(|e| Error::io("read", &path, e))?;
-        Ok((bytes, path))
+        Self::read_from(&mut file, length, &path)
     }
 
     /// Parses and checks the bytes of a manifest; `path` is for messages only.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
-        let parsed = text::parse(bytes, path).and_then(|manifest| {
+        Self::read_from(&mut Cursor::new(bytes), bytes.len() as u64, path).map(|(manifest, _)| manifest)
+    }
+
+    fn read_from<R: Read + Seek>(from: &mut R, length: u64, path: &Path) -> Result<(Self, Digest)> {
+        let read = text::read(from, length, path).and_then(|(manifest, digest)| {
             manifest.check().map_err(|fault| fault.file(path).checkpoint())?;
-            Ok(manifest)
+            Ok((manifest, digest))
         });
-        parsed.map_err(|error| text::other_version(bytes, path).unwrap_or(error))
+        read.map_err(|error| text::other_version(from, path).unwrap_or(error))
     }
 
     /// The manifest's bytes, its digest included: the same manifest gives the same bytes.

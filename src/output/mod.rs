@@ -1,6 +1,7 @@
 //! Output: safetensors files, digests and the manifest.
 
 pub mod digest;
+mod file;
 pub mod filename;
 pub mod folder;
 mod index;
@@ -17,7 +18,7 @@ mod writer;
 
 pub use digest::Digest;
 pub use folder::OutputFolder;
-pub(crate) use index::index;
+pub(crate) use index::Index;
 pub use manifest::Manifest;
 pub use safetensors::{SafetensorsHeader, TensorInfo};
 pub use source_hash::SourceHasher;

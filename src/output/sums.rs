@@ -19,14 +19,18 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// The list for a folder with this manifest, whose bytes are `manifest_bytes`.
-    pub fn of(manifest: &Manifest, manifest_bytes: &[u8]) -> Self {
-        let files = manifest.files.iter().map(|file| (file.name.clone(), file.blake3));
-        let others = manifest.others.iter().map(|file| (file.name.clone(), file.blake3));
-        let own = (filename::MANIFEST.to_string(), Digest::of(manifest_bytes));
-        let mut entries: Vec<_> = files.chain(others).chain([own]).collect();
+    /// The list for a folder with these files and a manifest with the digest `manifest`.
+    pub fn new(files: impl Iterator<Item = (String, Digest)>, manifest: Digest) -> Self {
+        let mut entries: Vec<_> = files.chain([(filename::MANIFEST.to_string(), manifest)]).collect();
         entries.sort();
         Sums { entries }
+    }
+
+    /// The list for a folder with this manifest, the digest of whose bytes is `digest`.
+    pub fn of(manifest: &Manifest, digest: Digest) -> Self {
+        let files = manifest.files.iter().map(|file| (file.name.clone(), file.blake3));
+        let others = manifest.others.iter().map(|file| (file.name.clone(), file.blake3));
+        Sums::new(files.chain(others), digest)
     }
 
     /// Names and digests, sorted by name.

@@ -1,11 +1,10 @@
 //! The engine's sink: tiles are hashed while they are in cache and written to their place in a rank's file.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use super::file::OutputFile;
 use super::folder::OutputFolder;
 use super::manifest::{FileEntry, TensorEntry};
 use super::work::Counted;
@@ -23,6 +22,10 @@ pub struct Writer<'a> {
     folder: &'a OutputFolder,
     /// By index of [`Plan::files`]; none for those that are not wanted.
     files: Vec<Option<RankFile>>,
+    /// Whether files are written past the page cache.
+    direct: bool,
+    /// The strings in each header.
+    metadata: BTreeMap<String, String>,
     /// Values that are not finite, by parameter and rank.
     nonfinite: Mutex<BTreeMap<(u32, u32), Nonfinite>>,
     /// Tensors that have begun to arrive, by (parameter, first of the ranks that hold it).
@@ -35,7 +38,8 @@ struct RankFile {
     /// Its index in [`Plan::files`].
     index: usize,
     name: String,
-    header: Vec<u8>,
+    /// Length of the header, which is made when the file is opened: headers of all files would be most of the memory.
+    header_bytes: u64,
     bytes: u64,
     hash: TreeHash,
     /// Bytes that have yet to be written.
@@ -45,7 +49,7 @@ struct RankFile {
 
 enum Handle {
     Unopened,
-    Open(Arc<File>),
+    Open(Arc<OutputFile>),
     Complete,
 }
 
@@ -55,23 +59,25 @@ struct TensorHash {
 }
 
 impl<'a> Writer<'a> {
-    /// Lays out the headers of the files with these indices. Opens nothing yet.
+    /// Lays out the headers of the files with these indices. Opens nothing yet. With `direct`, files are written past the
+    /// page cache where that is possible.
     pub fn new(
         plan: &'a Plan,
         folder: &'a OutputFolder,
         wanted: &BTreeSet<usize>,
-        metadata: &BTreeMap<String, String>,
+        metadata: BTreeMap<String, String>,
+        direct: bool,
     ) -> Result<Self> {
         let files = plan.files.iter().enumerate().map(|(index, file)| -> Result<Option<RankFile>> {
             if !wanted.contains(&index) {
                 return Ok(None);
             }
-            let layout = header_of(plan, file, metadata)?;
+            let layout = header_of(plan, file, &metadata)?;
             let bytes = layout.file_bytes();
             Ok(Some(RankFile {
                 index,
                 name: file.name.clone(),
-                header: layout.to_bytes()?,
+                header_bytes: layout.header_bytes,
                 bytes,
                 hash: TreeHash::new(bytes),
                 missing: AtomicU64::new(bytes),
@@ -81,7 +87,16 @@ impl<'a> Writer<'a> {
         let files = files.collect::<Result<Vec<_>>>()?;
         let mut digests = Vec::new();
         digests.resize_with(plan.params.len() * plan.tp as usize, OnceLock::new);
-        Ok(Writer { plan, folder, files, nonfinite: Mutex::default(), tensors: Mutex::default(), digests })
+        Ok(Writer {
+            plan,
+            folder,
+            files,
+            direct,
+            metadata,
+            nonfinite: Mutex::default(),
+            tensors: Mutex::default(),
+            digests,
+        })
     }
 
     /// Bytes of all files that will be written.
@@ -113,7 +128,7 @@ impl<'a> Writer<'a> {
             rank: self.plan.rank_of(planned),
             stage: Some(planned.stage).filter(|_| self.plan.stages.count() > 1 && planned.set == Set::Main),
             bytes: file.bytes,
-            header_bytes: file.header.len() as u64,
+            header_bytes: file.header_bytes,
             blake3: file.hash.finish()?.into(),
             tensors: tensors.collect::<Result<_>>()?,
         };
@@ -202,7 +217,7 @@ impl Sink for Writer<'_> {
             let file = self.files[slice.file as usize].as_ref().ok_or_else(|| {
                 Fault::new(format!("rank {rank} is not written")).tensor(&self.plan.params[param as usize].name).audit()
             })?;
-            self.write(file, file.header.len() as u64 + slice.offset + offset, bytes)?;
+            self.write(file, file.header_bytes + slice.offset + offset, bytes)?;
         }
         Ok(())
     }
@@ -227,21 +242,21 @@ impl Writer<'_> {
         self.write_at(file, &handle, at, bytes)
     }
 
-    fn write_at(&self, file: &RankFile, handle: &File, at: u64, bytes: &[u8]) -> Result<()> {
+    fn write_at(&self, file: &RankFile, handle: &OutputFile, at: u64, bytes: &[u8]) -> Result<()> {
         let written = handle.write_all_at(bytes, at);
         written.map_err(|e| Error::io("write", &self.folder.path().join(&file.name), e))?;
         let left = file.missing.fetch_sub(bytes.len() as u64, Ordering::AcqRel) - bytes.len() as u64;
         if left == 0 {
             // The last byte is in: nobody else will touch this file.
             let (entry, counted) = self.entry(file)?;
-            self.folder.complete(file.index, entry, counted, handle)?;
+            self.folder.complete(file.index, entry, counted, handle.file())?;
             *file.handle.write().unwrap_or_else(PoisonError::into_inner) = Handle::Complete;
         }
         Ok(())
     }
 
     /// Opens a file and writes its header, once.
-    fn open(&self, file: &RankFile) -> Result<Arc<File>> {
+    fn open(&self, file: &RankFile) -> Result<Arc<OutputFile>> {
         let mut state = file.handle.write().unwrap_or_else(PoisonError::into_inner);
         match &*state {
             Handle::Open(handle) => return Ok(handle.clone()),
@@ -251,11 +266,12 @@ impl Writer<'_> {
             }
             Handle::Unopened => {}
         }
-        let handle = Arc::new(self.folder.open_partial(&file.name)?);
+        let handle = Arc::new(self.folder.open_partial(&file.name, file.bytes, self.direct)?);
         *state = Handle::Open(handle.clone());
         drop(state);
-        file.hash.add(0, &file.header)?;
-        self.write_at(file, &handle, 0, &file.header)?;
+        let header = header_of(self.plan, &self.plan.files[file.index], &self.metadata)?.to_bytes()?;
+        file.hash.add(0, &header)?;
+        self.write_at(file, &handle, 0, &header)?;
         Ok(handle)
     }
 }

@@ -63,7 +63,7 @@ pub fn reseal(folder: &Path) {
 /// Writes a manifest and the `B3SUMS` that go with it.
 pub fn write(folder: &Path, manifest: &Manifest) {
     let bytes = manifest.to_bytes().unwrap();
-    fs::write(folder.join("B3SUMS"), Sums::of(manifest, &bytes).to_text()).unwrap();
+    fs::write(folder.join("B3SUMS"), Sums::of(manifest, Digest::of(&bytes)).to_text()).unwrap();
     fs::write(folder.join("ggshard.json"), bytes).unwrap();
 }
 

@@ -23,6 +23,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+pub use count::Counts;
 pub use receipt::Receipt;
 pub use record::{Counted, Expected, Record};
 
@@ -31,7 +32,7 @@ use crate::output::digest::Digest;
 use crate::output::filename::WORK;
 use crate::output::lock::Lock;
 use crate::output::manifest::{FileEntry, OtherFile};
-use crate::regular;
+use crate::regular::{self, remove};
 use crate::threads::lock;
 
 /// The largest file that is read here, in bytes.
@@ -382,13 +383,5 @@ fn refuse_link(path: &Path) -> Result<()> {
             Err(fault.remedy("It is not from a conversion: remove the link, or choose another folder").output())
         }
         Ok(_) | Err(_) => Ok(()),
-    }
-}
-
-/// Removes a file, if it is there.
-fn remove(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, e)),
-        Ok(()) | Err(_) => Ok(()),
     }
 }

@@ -4,12 +4,13 @@ use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 
+use super::Counts;
 use crate::error::{Fault, Result};
 use crate::gguf::Mark;
 use crate::output::digest::Digest;
 use crate::output::filename;
 use crate::output::manifest::{
-    self, FileEntry, Ignored, Manifest, Mapping, OtherFile, Parameter, Policy, Profile, Source, Topology,
+    self, Ignored, Manifest, Mapping, OtherFile, Parameter, Policy, Profile, Source, Topology,
 };
 
 /// The value of the `format` field.
@@ -134,17 +135,18 @@ impl Record {
         Record::new(manifest, like.marks.clone(), like.files.clone(), like.index.clone())
     }
 
-    /// The manifest of the files of `ranks`. `others` are all files beside the weights, `parts` digests of the source's
-    /// parts where they were asked for.
+    /// The manifest of the files of `ranks`, without those. `others` are all files beside the weights, `parts` digests of
+    /// the source's parts where they were asked for.
     pub fn manifest(
         &self,
         ranks: Vec<u32>,
-        files: Vec<(FileEntry, Vec<Counted>)>,
+        counts: &Counts,
         others: Vec<OtherFile>,
         parts: Option<Vec<Digest>>,
     ) -> Manifest {
         let Record { tool, plan, source, mapping, profile, topology, policy, warnings, ignored, .. } = self.clone();
-        let mut source = source;
+        let (mut source, mut parameters) = (source, self.parameters.clone());
+        counts.fill(&mut parameters);
         for (part, digest) in source.parts.iter_mut().zip(parts.into_iter().flatten()) {
             part.blake3 = Some(digest);
         }
@@ -160,16 +162,11 @@ impl Record {
             policy,
             warnings,
             ignored,
-            parameters: self.counted(&files),
-            files: files.into_iter().map(|(entry, _)| entry).collect(),
+            parameters,
+            files: Vec::new(),
             others,
             digest: Digest::default(),
         }
-    }
-
-    /// The parameters with what was counted in `files`.
-    pub fn counted(&self, files: &[(FileEntry, Vec<Counted>)]) -> Vec<Parameter> {
-        super::count::parameters(&self.parameters, files)
     }
 
     /// The bytes that are kept in the work folder.
