@@ -55,6 +55,7 @@ def convert(
     part_size: Optional[int] = None,
     ranks: Optional[Sequence[int]] = None,
     threads: int = 0,
+    device: str = "cpu",
     config: Optional[Path] = None,
     allow_nonfinite: bool = False,
     io: str = "auto",
@@ -76,6 +77,8 @@ def convert(
     :param moe_pad: pad each rank's rows of an expert to a multiple of this
     :param part_size: begin a new file at this many bytes
     :param threads: number of threads; 0 for one per CPU
+    :param device: what decodes: ``"cpu"``, ``"cuda"``, ``"cuda:0,1"``, or ``"auto"``, as the program's ``--device``. No driver
+        is loaded unasked, since processes that are forked from one that has it cannot use it
     :param config: the model's ``config.json``, or a folder that holds it and tokenizer files
     :param allow_nonfinite: let NaN, infinite and overflowing values through; they are counted
     :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
@@ -93,7 +96,7 @@ def convert(
     """
     choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
     ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source}
-    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress)
+    return _ggshard.convert(src, out, choices, ranks, threads, device, config, allow_nonfinite, io, ending, progress)
 
 
 def seal(dir: Path, *, ranks: Sequence[int] = ()) -> dict[str, Any]:

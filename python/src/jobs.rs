@@ -99,7 +99,7 @@ pub fn plan(py: Python<'_>, src: PathBuf, choices: Choices, header_only: bool) -
 
 /// Writes a checkpoint.
 #[pyfunction]
-#[pyo3(signature = (src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress))]
+#[pyo3(signature = (src, out, choices, ranks, threads, device, config, allow_nonfinite, io, ending, progress))]
 #[expect(clippy::too_many_arguments, reason = "each is a keyword of the Python function")]
 pub fn convert(
     py: Python<'_>,
@@ -108,6 +108,7 @@ pub fn convert(
     choices: Choices,
     ranks: Option<Vec<u32>>,
     threads: usize,
+    device: String,
     config: Option<PathBuf>,
     allow_nonfinite: bool,
     io: String,
@@ -116,6 +117,7 @@ pub fn convert(
 ) -> PyResult<Bound<'_, PyAny>> {
     let request = choices.request()?;
     let opening = opening(&io)?;
+    let device: engine::Device = device.parse().map_err(PyValueError::new_err)?;
     if ranks.as_ref().is_some_and(Vec::is_empty) {
         return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
     }
@@ -128,7 +130,7 @@ pub fn convert(
         let cancel = Some(meter.cancel.clone());
         let Ending { resume, same_source, seal, hash_source } = ending;
         let options =
-            engine::Options { ranks, threads, allow_nonfinite, hash_source, cancel, ..engine::Options::default() };
+            engine::Options { ranks, threads, device, allow_nonfinite, hash_source, cancel, ..Default::default() };
         // Who resumes wants to resume again.
         let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal };
         let progress = |bytes| {

@@ -22,6 +22,7 @@ pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::dequant::Nonfinite;
 use crate::error::Result;
@@ -32,6 +33,15 @@ pub trait Observer: Sync {
     ///
     /// Ranges come in any order and from any worker.
     fn before(&self, part: usize, range: Range<u64>, buffer: &mut Vec<u8>) -> Result<()>;
+}
+
+/// Takes what devices decode where it is, in memory of the device. What the CPU makes goes to the [`Sink`].
+pub(crate) trait Resident: Sync {
+    /// The memory of a parameter's slice, which may make a worker wait as [`Sink::put`] may.
+    fn memory(&self, param: u32) -> Result<Arc<crate::cuda::Memory>>;
+
+    /// So many bytes of it are there.
+    fn arrived(&self, param: u32, memory: Arc<crate::cuda::Memory>, bytes: u64) -> Result<()>;
 }
 
 /// Takes the finished bytes.

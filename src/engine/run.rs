@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use super::job::{Job, Output, Read, Wanted, jobs};
 use super::stage::Stage;
 use super::tile::{Context, Scratch, Tile, tiles};
-use super::{Device, Observer, Reads, Sink};
+use super::{Device, Observer, Reads, Resident, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
@@ -108,6 +108,7 @@ pub struct Engine<'a> {
     set: &'a GgufSet,
     options: Options,
     observer: Option<&'a dyn Observer>,
+    resident: Option<&'a dyn Resident>,
 }
 
 impl<'a> Engine<'a> {
@@ -115,12 +116,17 @@ impl<'a> Engine<'a> {
     pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
         let (threads, tile_bytes) = options.share_buffers();
         let options = Options { threads, tile_bytes, ..options };
-        Engine { plan, set, options, observer: None }
+        Engine { plan, set, options, observer: None, resident: None }
     }
 
     /// Has an observer see what is needed of the source.
     pub fn observed(self, observer: Option<&'a dyn Observer>) -> Self {
         Engine { observer, ..self }
+    }
+
+    /// Leaves what devices decode in their memory.
+    pub(crate) fn resident(self, resident: Option<&'a dyn Resident>) -> Self {
+        Engine { resident, ..self }
     }
 
     /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
@@ -142,6 +148,7 @@ impl<'a> Engine<'a> {
             set: self.set,
             sink,
             observer: self.observer,
+            resident: self.resident,
             reads: &reads,
             simd: self.options.simd,
             decoders: &decoders,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::job::{Job, Output, Read};
-use super::{Observer, Reads, Sink};
+use super::{Observer, Reads, Resident, Sink};
 use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert, convert_computed};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
@@ -120,6 +120,7 @@ pub(super) struct Context<'a> {
     pub set: &'a GgufSet,
     pub sink: &'a dyn Sink,
     pub observer: Option<&'a dyn Observer>,
+    pub resident: Option<&'a dyn Resident>,
     pub reads: &'a Reads,
     pub simd: Simd,
     /// A decoder per source, none for types without one.

@@ -11,11 +11,13 @@
 mod buffer;
 mod checkpoint;
 mod load;
+mod resident;
 mod source;
 mod stream;
 mod tensor;
 
 pub use checkpoint::{OpenOptions, RankCheckpoint, Verify};
+pub use resident::{DeviceLoaded, DeviceWeights};
 pub use source::{RankOptions, Source, WeightOptions};
 pub use stream::{Loaded, WeightSpec, Weights};
 pub use tensor::{SharedTensor, Tensor};
