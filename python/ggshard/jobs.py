@@ -62,6 +62,7 @@ def convert(
     resume: bool = False,
     same_source: bool = False,
     hash_source: bool = False,
+    direct: Optional[bool] = None,
     seal: Optional[bool] = None,
     progress: Optional[Progress] = None,
 ) -> dict[str, Any]:
@@ -87,6 +88,7 @@ def convert(
         early
     :param same_source: the source may be a copy of the one that the earlier call had
     :param hash_source: put the BLAKE3 of the source's files into the manifest
+    :param direct: write past the page cache; by default where it is worth it, as the program's ``--direct=auto``
     :param seal: whether ``out`` is a checkpoint at the end; by default, if all ranks are made. Otherwise :func:`seal` makes
         it one when other processes have made the other ranks
     :param progress: told how far it is
@@ -95,7 +97,7 @@ def convert(
     ``out``; with ``resume``, files that are finished remain, in a folder that no stack takes for a checkpoint.
     """
     choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
-    ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source}
+    ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source, "direct": direct}
     return _ggshard.convert(src, out, choices, ranks, threads, device, config, allow_nonfinite, io, ending, progress)
 
 

@@ -128,11 +128,16 @@ pub fn convert(
         let wanted = planned.plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank));
         meter.total.store(wanted.map(|f| f.data_bytes).sum(), Ordering::Relaxed);
         let cancel = Some(meter.cancel.clone());
-        let Ending { resume, same_source, seal, hash_source } = ending;
+        let Ending { resume, same_source, seal, hash_source, direct } = ending;
+        let direct = match direct {
+            None => conversion::Direct::Auto,
+            Some(true) => conversion::Direct::On,
+            Some(false) => conversion::Direct::Off,
+        };
         let options =
             engine::Options { ranks, threads, device, allow_nonfinite, hash_source, cancel, ..Default::default() };
         // Who resumes wants to resume again.
-        let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal };
+        let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal, direct };
         let progress = |bytes| {
             meter.done.fetch_add(bytes, Ordering::Relaxed);
         };
@@ -149,6 +154,7 @@ pub struct Ending {
     same_source: bool,
     seal: Option<bool>,
     hash_source: bool,
+    direct: Option<bool>,
 }
 
 /// Makes a folder of converted ranks a checkpoint.

@@ -73,6 +73,16 @@ def test_digests_of_the_source_are_in_the_manifest(tmp_path):
     assert [part["blake3"] for part in manifest["source"]["parts"]] == [blake3.blake3(GLM.read_bytes()).hexdigest()]
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_files_written_past_the_page_cache_or_not_are_the_same(tmp_path, direct):
+    def files(folder):
+        return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    ggshard.convert(GLM, tmp_path / "default", tp=2)
+    ggshard.convert(GLM, tmp_path / "chosen", tp=2, direct=direct)
+    assert files(tmp_path / "chosen") == files(tmp_path / "default")
+
+
 def test_verify_finds_nothing_then_a_flipped_byte(tmp_path):
     out = tmp_path / "out"
     ggshard.convert(GLM, out, tp=2, profile="vllm-0.32-cpu")
