@@ -128,8 +128,10 @@ impl Device {
 
     fn load(&mut self) -> Result<(), DriverError> {
         let functions = self.functions;
-        // SAFETY: an image that is part of the program: ELF, or text with a zero byte at its end.
-        unsafe { call!(functions, cuModuleLoadData(&mut self.module, self.artifact.image.as_ptr().cast())) }?;
+        let image = self.artifact.image();
+        let image = image.map_err(|name| DriverError { call: "unpacking the kernels", code: -1, name })?;
+        // SAFETY: an image that is part of the program: ELF, or text, with a zero byte at its end. The driver copies it.
+        unsafe { call!(functions, cuModuleLoadData(&mut self.module, image.as_ptr().cast())) }?;
         for info in TYPES {
             let Some(name) = kernel(info.ty).and_then(|name| CString::new(name).ok()) else { continue };
             let mut function = std::ptr::null_mut();
