@@ -127,6 +127,7 @@ fn checkpoint(dir: &Path) -> Manifest {
         topology: Topology { tp: 2, pp: 1, stage_layers: Vec::new(), expert_parallel: false, ranks: vec![0, 1] },
         policy: Policy {
             dtype: "bf16".into(),
+            rules: None,
             mtp: "keep".into(),
             part_size: 1 << 20,
             moe_pad: None,

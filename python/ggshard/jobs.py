@@ -24,6 +24,7 @@ def plan(
     profile: str = "hf",
     mapping: Optional[str] = None,
     dtype: str = "bf16",
+    policy: Optional[Path] = None,
     mtp: str = "keep",
     ep: bool = False,
     pp: int = 1,
@@ -36,7 +37,8 @@ def plan(
 
     With ``header_only`` the source is a header whose tensor data is not there.
     """
-    return _ggshard.plan(src, _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size), header_only)
+    choices = _choices(tp, profile, mapping, dtype, policy, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    return _ggshard.plan(src, choices, header_only)
 
 
 def convert(
@@ -47,6 +49,7 @@ def convert(
     profile: str = "hf",
     mapping: Optional[str] = None,
     dtype: str = "bf16",
+    policy: Optional[Path] = None,
     mtp: str = "keep",
     ep: bool = False,
     pp: int = 1,
@@ -69,7 +72,9 @@ def convert(
     :param tp: number of tensor-parallel ranks
     :param profile: the layout: a built-in profile or a TOML file
     :param mapping: the names: a built-in mapping or a TOML file; by default the one that fits the file
-    :param dtype: ``"bf16"``, ``"f16"`` or ``"f32"``: output type of weights that are not pinned to another
+    :param dtype: ``"bf16"``, ``"f16"`` or ``"f32"``: output type of weights that are not pinned to another; ``"fp8"`` is
+        ``policy="deepseek-fp8"``, and bf16 for the other weights
+    :param policy: which weights are written in which form: a built-in output policy or a TOML file
     :param mtp: ``"keep"``, ``"drop"`` or ``"only"``: what becomes of multi-token-prediction blocks
     :param ep: ranks hold whole experts instead of a slice of every expert
     :param pp: number of pipeline stages; ``pp_layers`` gives the blocks of each instead
@@ -91,7 +96,7 @@ def convert(
     All or nothing: on any error, on Ctrl-C, and when ``progress`` raises before everything is done, nothing remains in
     ``out``; with ``resume``, files that are finished remain, in a folder that no stack takes for a checkpoint.
     """
-    choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    choices = _choices(tp, profile, mapping, dtype, policy, mtp, ep, pp, pp_layers, moe_pad, part_size)
     ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source}
     return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress)
 
@@ -131,6 +136,7 @@ def _choices(
     profile: str,
     mapping: Optional[str],
     dtype: str,
+    policy: Optional[Path],
     mtp: str,
     ep: bool,
     pp: int,
@@ -143,6 +149,7 @@ def _choices(
         "profile": profile,
         "mapping": mapping,
         "dtype": dtype,
+        "policy": None if policy is None else os.fspath(policy),
         "mtp": mtp,
         "ep": ep,
         "pp": pp,

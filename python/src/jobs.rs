@@ -16,7 +16,10 @@ use crate::errors::raise;
 use crate::json::to_dict;
 use crate::watch;
 
-/// The output type of that name.
+/// The output type of files that is no float type; there is an output policy behind it.
+const FP8: &str = "fp8";
+
+/// The float type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
     match name.to_ascii_lowercase().as_str() {
         "bf16" => Ok(FloatType::BF16),
@@ -52,6 +55,7 @@ pub struct Choices {
     profile: String,
     mapping: Option<String>,
     dtype: String,
+    policy: Option<String>,
     mtp: String,
     ep: bool,
     pp: u32,
@@ -67,18 +71,23 @@ impl Choices {
             return Err(PyValueError::new_err("tp and pp are at least 1"));
         }
         let stage_layers = self.pp_layers.unwrap_or_default();
-        Ok(Request {
+        let dtype = self.dtype.to_ascii_lowercase();
+        if dtype != FP8 {
+            float_type(&dtype)?;
+        }
+        let request = Request {
             mapping: self.mapping,
             profile: self.profile,
             tp: self.tp,
-            dtype: float_type(&self.dtype)?,
             mtp: mtp_policy(&self.mtp)?,
             part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
             pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },
             stage_layers,
             expert_parallel: self.ep,
             moe_pad: self.moe_pad,
-        })
+            ..Request::default()
+        };
+        request.typed(&dtype, self.policy).map_err(raise)
     }
 }
 

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
-use ggshard::dequant::FloatType;
 use ggshard::engine::Device;
 use ggshard::gguf::Io;
 use ggshard::mapping::MtpPolicy;
@@ -42,6 +41,8 @@ pub enum Command {
     Mappings(Library),
     /// List the built-in profiles, or show one: which stack it is for, what it was checked against, the launch it assumes.
     Profiles(Library),
+    /// List the built-in output policies, or show one: which weights are written in which form.
+    Policies(Library),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -116,9 +117,12 @@ pub struct PlanChoices {
     /// The names: a built-in mapping or a TOML file. Default: the one that fits the file.
     #[arg(long, value_name = "MAPPING")]
     pub mapping: Option<String>,
-    /// Output type of weights that are not pinned to another.
+    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, and bf16 for the rest.
     #[arg(long, value_name = "DTYPE", default_value = "bf16")]
     pub dtype: DtypeArg,
+    /// Which weights are written in which form: a built-in policy or a TOML file. What it has no rule for follows --dtype.
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<String>,
     /// What to do with multi-token-prediction blocks.
     #[arg(long, value_name = "WHAT", default_value = "keep")]
     pub mtp: MtpArg,
@@ -149,6 +153,9 @@ pub struct PlanArgs {
     /// The source is a header whose tensor data is not there.
     #[arg(long)]
     pub header_only: bool,
+    /// Say whether each rank's weights fit a GPU of this much memory, as in 96G.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub gpu_memory: Option<u64>,
     /// Print one JSON document, with every parameter.
     #[arg(long)]
     pub json: bool,
@@ -287,7 +294,7 @@ pub struct Devices {
     pub json: bool,
 }
 
-/// `ggshard mappings`, `ggshard profiles`
+/// `ggshard mappings`, `ggshard profiles`, `ggshard policies`
 #[derive(Debug, clap::Args)]
 pub struct Library {
     /// The one to show: a built-in name or a TOML file.
@@ -298,19 +305,23 @@ pub struct Library {
 }
 
 /// Output types.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DtypeArg {
     Bf16,
     F16,
     F32,
+    /// E4M3 in blocks for linear projections, as DeepSeek publishes.
+    Fp8,
 }
 
-impl From<DtypeArg> for FloatType {
-    fn from(arg: DtypeArg) -> Self {
-        match arg {
-            DtypeArg::Bf16 => FloatType::BF16,
-            DtypeArg::F16 => FloatType::F16,
-            DtypeArg::F32 => FloatType::F32,
+impl DtypeArg {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            DtypeArg::Bf16 => "bf16",
+            DtypeArg::F16 => "f16",
+            DtypeArg::F32 => "f32",
+            DtypeArg::Fp8 => "fp8",
         }
     }
 }

@@ -34,6 +34,7 @@ pub(super) fn record(planned: &Planned, extras: &Extras, allow_nonfinite: bool) 
         },
         policy: manifest::Policy {
             dtype: policy.dtype.name().to_lowercase(),
+            rules: plan.forms.as_ref().map(|forms| rules_of(forms.id())).transpose()?,
             mtp: policy.mtp.name().into(),
             part_size: policy.part_size,
             moe_pad: policy.moe_pad,
@@ -114,6 +115,11 @@ fn profile_of(plan: &Plan) -> Result<manifest::Profile> {
         texts,
         launch: plan.profile.rules.launch.clone(),
     })
+}
+
+fn rules_of(id: RulesId) -> Result<manifest::PolicyRules> {
+    let RulesId { name, version, digest: hex, texts } = id;
+    Ok(manifest::PolicyRules { name, version: version.to_string(), digest: digest(&hex)?, texts })
 }
 
 pub(crate) fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest::Parameter> {

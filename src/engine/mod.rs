@@ -7,9 +7,11 @@
 //!
 //! A **job** is a region of one source and every place that it goes to, on whatever ranks; a **tile** is as much of a
 //! job as fits the cache. Workers take tiles in order and finish them in any order: the sink hashes out of order, so
-//! nothing waits for a neighbour, memory is bounded by (workers × tile), and the bytes depend on neither.
+//! nothing waits for a neighbour, memory is bounded by (workers × tile), and the bytes depend on neither. Encoded
+//! parameters are tiled by their own blocks instead.
 
 mod device;
+mod encode;
 mod job;
 mod reads;
 mod run;

@@ -149,8 +149,11 @@ pub struct Topology {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
-    /// Output type of weights that no rule pins: `bf16`, `f16`, `f32`.
+    /// Output type of weights that no rule pins and no rule of the output policy is for: `bf16`, `f16`, `f32`.
     pub dtype: String,
+    /// The output policy, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rules: Option<PolicyRules>,
     /// What happens to the MTP block: `keep`, `drop`, `only`.
     pub mtp: String,
     /// The size, in bytes, at which a new part is begun.
@@ -160,6 +163,21 @@ pub struct Policy {
     pub moe_pad: Option<u64>,
     /// Whether NaN and infinite values were let through.
     pub allow_nonfinite: bool,
+}
+
+/// The output policy that was used.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PolicyRules {
+    /// Its name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// BLAKE3 over its text.
+    pub digest: Digest,
+    /// The text, if it is not built in.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<String>,
 }
 
 /// A source tensor that was left out.

@@ -3,13 +3,15 @@
 use std::ops::Range;
 
 use super::share::{Share, share};
-use super::{Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files};
-use crate::dequant::{Dequantizer, FloatType, Simd};
+use super::{
+    Form, Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files,
+};
+use crate::dequant::{Dequantizer, Simd};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgmlType, GgufSet, SourceTensor};
 use crate::mapping::layout::{self, Content, LaidOut, ParamSpec, Set};
-use crate::mapping::{CutKind, Model, Part, PinnedDtype, Profile, Weight};
+use crate::mapping::{CutKind, Format, Model, OutputPolicy, Part, PinnedDtype, Profile, Weight};
 
 /// Most ranks of one tensor-parallel group, and most pipeline stages.
 const MOST_RANKS: u32 = 1024;
@@ -38,19 +40,21 @@ pub struct PlanRequest {
     pub expert_parallel: bool,
     /// What the user chose about the values.
     pub policy: Policy,
+    /// Which weights are written in a form of their own.
+    pub forms: Option<OutputPolicy>,
 }
 
 impl PlanRequest {
     /// One pipeline stage, every expert cut.
     pub fn new(profile: Profile, tp: u32, policy: Policy) -> Self {
-        PlanRequest { profile, tp, pp: 1, stage_layers: Vec::new(), expert_parallel: false, policy }
+        PlanRequest { profile, tp, pp: 1, stage_layers: Vec::new(), expert_parallel: false, policy, forms: None }
     }
 }
 
 impl Plan {
     /// Plans every rank's files. The result has not been audited yet; [`Plan::audited`] does both.
     pub fn new(set: &GgufSet, model: Model, request: PlanRequest) -> Result<Plan> {
-        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy } = request;
+        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy, forms } = request;
         for (what, number, most) in [
             ("tp", u64::from(tp), u64::from(MOST_RANKS)),
             ("pp", u64::from(pp), u64::from(MOST_RANKS)),
@@ -93,6 +97,7 @@ impl Plan {
             stages,
             expert_parallel,
             policy,
+            forms,
             sources,
             params: Vec::with_capacity(specs.len()),
             pieces: Vec::new(),
@@ -106,9 +111,12 @@ impl Plan {
             if let [weight] = *param.content.weights() {
                 let first = first_use[weight as usize].get_or_insert(plan.params.len() as u32);
                 let earlier = plan.params.get(*first as usize);
-                param.joins = earlier.filter(|e| e.dtype == param.dtype).map(|_| *first);
+                let alike = |e: &&Param| e.dtype == param.dtype && e.form == Form::Plain && param.form == Form::Plain;
+                param.joins = earlier.filter(alike).map(|_| *first);
             }
+            let scales = plan.scales_of(&mut param, &mut size)?;
             plan.params.push(param);
+            plan.params.extend(scales);
         }
         plan.refuse_vain_choices(set)?;
         plan.warn_of_padding_kernels();
@@ -126,8 +134,9 @@ impl Plan {
     fn param(&mut self, set: &GgufSet, spec: ParamSpec, size: &mut Size) -> Result<Param> {
         let dtype = match &spec.content {
             Content::Constant(_) => Dtype::F32,
-            Content::Joined(_) | Content::Stacked { .. } => dtype(set, &self.model, &spec, self.policy.dtype)?,
+            Content::Joined(_) | Content::Stacked { .. } => dtype(set, &self.model, &spec, self.format(set, &spec)?)?,
         };
+        let encoded = dtype == Dtype::F8E4M3;
         let expert = self.expert_parallel && matches!(spec.content, Content::Stacked { .. });
         let cut = match (spec.content.weights().first(), expert) {
             (Some(_), true) => ParamCut::Expert,
@@ -138,6 +147,9 @@ impl Plan {
         let mut last: Option<Held> = None;
         for rank in 0..u64::from(self.tp) {
             let held = self.held(set, &spec, expert, rank)?;
+            if encoded {
+                self.check_blocks(set, &spec, &held)?;
+            }
             size.shares += 1 + held.0.len() as u64;
             if size.shares > MOST_PIECES {
                 return Err(self.too_large(set, &spec.name));
@@ -148,9 +160,7 @@ impl Plan {
                 Some(slice) => slice,
                 None => self.slice(set, &spec, &held)?,
             };
-            let bytes = dtype.tensor_bytes(slice.shape.axes()).and_then(|bytes| size.bytes.checked_add(bytes));
-            let fits = bytes.filter(|bytes| *bytes <= MOST_BYTES);
-            size.bytes = fits.ok_or_else(|| {
+            size.add(dtype, slice.shape.axes()).ok_or_else(|| {
                 let fault = Fault::new(format!("with {dtype} {:?} the output", slice.shape)).file(set.path());
                 fault.tensor(&spec.name).expected(format!("at most {MOST_BYTES} bytes in all")).layout()
             })?;
@@ -168,6 +178,7 @@ impl Plan {
             content: spec.content,
             pinned: spec.pinned,
             dtype,
+            form: Form::Plain,
             shape,
             cut,
             joins: None,
@@ -288,24 +299,33 @@ impl Plan {
 
 /// What a rank holds of each weight of a parameter, in the order of the slice.
 #[derive(Debug, PartialEq)]
-struct Held(Vec<HeldPart>);
+pub(super) struct Held(pub Vec<HeldPart>);
 
 /// What a rank holds of one weight, and the rows and columns that it takes in the slice, padding included.
 #[derive(Debug, PartialEq)]
 pub(super) struct HeldPart {
-    weight: u32,
-    share: Share,
-    rows: u64,
-    cols: u64,
+    pub weight: u32,
+    pub share: Share,
+    pub rows: u64,
+    pub cols: u64,
 }
 
 /// What a plan has come to while it is made.
 #[derive(Default)]
-struct Size {
+pub(super) struct Size {
     /// Shares of weights on ranks.
     shares: u64,
     /// Bytes of output.
     bytes: u64,
+}
+
+impl Size {
+    /// Adds a slice; `None` when the output becomes too large.
+    pub fn add(&mut self, dtype: Dtype, axes: &[u64]) -> Option<()> {
+        let bytes = dtype.tensor_bytes(axes).and_then(|bytes| self.bytes.checked_add(bytes));
+        self.bytes = bytes.filter(|bytes| *bytes <= MOST_BYTES)?;
+        Some(())
+    }
 }
 
 fn stages(model: &Model, pp: u32, given: &[u64]) -> Result<StageLayers, String> {
@@ -333,7 +353,7 @@ fn whole_shape(model: &Model, content: &Content) -> Vec<u64> {
 }
 
 /// The element type of a weight in the output. Under `raw`, integers and F64 stay what they are.
-fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: FloatType) -> Result<Dtype> {
+fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: Format) -> Result<Dtype> {
     let mut last = u32::MAX;
     for part in spec.content.weights().iter().flat_map(|w| &model.weights[*w as usize].recipe.parts) {
         // The experts of a stack come from one source, over and over.
@@ -354,9 +374,10 @@ fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: FloatType) -> Re
         }
     }
     Ok(match (spec.pinned, asked) {
-        (Some(PinnedDtype::F32), _) | (None, FloatType::F32) => Dtype::F32,
-        (None, FloatType::BF16) => Dtype::BF16,
-        (None, FloatType::F16) => Dtype::F16,
+        (Some(PinnedDtype::F32), _) | (None, Format::F32) => Dtype::F32,
+        (None, Format::Bf16) => Dtype::BF16,
+        (None, Format::F16) => Dtype::F16,
+        (None, Format::Fp8) => Dtype::F8E4M3,
     })
 }
 

@@ -7,6 +7,7 @@
 pub mod audit;
 mod build;
 mod files;
+mod forms;
 mod identity;
 mod picture;
 mod share;
@@ -15,6 +16,7 @@ mod summary;
 
 pub use build::PlanRequest;
 pub use files::{DRAFT_FOLDER, PlannedFile};
+pub use forms::{BLOCK, Form, SCALES_SUFFIX};
 pub use picture::{Cell, Column, Group, Picture, Row, Section};
 pub use stages::StageLayers;
 pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
@@ -24,7 +26,7 @@ use std::ops::Range;
 use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::gguf::GgmlType;
-use crate::mapping::{Content, CutKind, Model, MtpPolicy, PinnedDtype, Profile, Set, ValueOp};
+use crate::mapping::{Content, CutKind, Model, MtpPolicy, OutputPolicy, PinnedDtype, Profile, Set, ValueOp};
 
 /// What is written where, and from what.
 #[derive(Debug, Clone)]
@@ -41,6 +43,8 @@ pub struct Plan {
     pub expert_parallel: bool,
     /// What the user chose about the values.
     pub policy: Policy,
+    /// Which weights are written in a form of their own; `None` if all follow [`Policy::dtype`].
+    pub forms: Option<OutputPolicy>,
     /// The source tensors that pieces refer to by index.
     pub sources: Vec<PlannedSource>,
     /// Parameters in the one global order that every rank's files follow.
@@ -56,7 +60,7 @@ pub struct Plan {
 /// What the user chose about the values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// Dtype of every weight that is not pinned to another.
+    /// Dtype of every weight that is not pinned to another, and to which the output policy gives no form of its own.
     pub dtype: FloatType,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
@@ -94,6 +98,8 @@ pub struct Param {
     pub pinned: Option<PinnedDtype>,
     /// Its element type.
     pub dtype: Dtype,
+    /// How its elements are stored.
+    pub form: Form,
     /// Its whole shape before any cut or padding, row-major.
     pub shape: Vec<u64>,
     /// How ranks share it.

@@ -4,11 +4,10 @@ use std::collections::HashMap;
 
 use super::fault;
 use super::holding::{Holding, holdings};
-use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
-use crate::mapping::{Content, CutKind, Matrix, PinnedDtype, Set, Weight};
-use crate::plan::{DRAFT_FOLDER, Param, ParamCut, Plan, PlannedFile};
+use crate::mapping::{Content, CutKind, Format, Matrix, PinnedDtype, Set, Weight};
+use crate::plan::{DRAFT_FOLDER, Form, Param, ParamCut, Plan, PlannedFile};
 
 /// Largest multiple that anything is padded to.
 const MOST_PADDING: u64 = 1 << 16;
@@ -33,6 +32,10 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
                 let found = format!("its pieces are {:?} of {}", slice.pieces, plan.pieces.len());
                 return Err(fault(param, rank, found).audit());
             }
+        }
+        // The scales of another parameter are proven with it.
+        if matches!(param.form, Form::Scales { .. }) {
+            continue;
         }
         content(plan, param)?;
         dtype(plan, param)?;
@@ -123,10 +126,11 @@ fn recipe(plan: &Plan, weight: &Weight) -> Result<()> {
 
 /// The element type is the pinned one, or that of the policy; under `raw` numbers that are no weights keep theirs.
 fn dtype(plan: &Plan, param: &Param) -> Result<()> {
-    let policy = match plan.policy.dtype {
-        FloatType::F32 => Dtype::F32,
-        FloatType::F16 => Dtype::F16,
-        FloatType::BF16 => Dtype::BF16,
+    let policy = match super::forms::format(plan, param) {
+        Format::F32 => Dtype::F32,
+        Format::F16 => Dtype::F16,
+        Format::Bf16 => Dtype::BF16,
+        Format::Fp8 => Dtype::F8E4M3,
     };
     let weights = || param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]);
     // A layout may pin what the checkpoint does not; it never unpins.
@@ -226,7 +230,7 @@ fn whole(plan: &Plan, param: &Param, held: &[(u64, u64)]) -> Result<()> {
 /// Every weight is laid out or left out for a reason, and only a set of its own or a further pipeline stage holds it again.
 fn every_weight(plan: &Plan) -> Result<()> {
     let mut uses: Vec<Vec<(Set, u32)>> = vec![Vec::new(); plan.model.weights.len()];
-    for param in &plan.params {
+    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
         for weight in param.content.weights() {
             let place = (param.set, param.stage);
             if uses[*weight as usize].contains(&place) {

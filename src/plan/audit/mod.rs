@@ -1,10 +1,12 @@
 //! The audit: an independent pass over a finished plan that knows nothing of how it was made.
 //!
-//! It proves five things, each with code that the planner does not call:
+//! It proves six things, each with code that the planner does not call:
 //! - **layout**: every rank has every parameter once, in one file whose name is that rank's, with the dtype that policy
 //!   and rules give and the shape its cut gives, aligned and without gaps; the ranks' shares join to the whole and no
 //!   cut passes through a unit;
 //! - **rules**: every parameter is made of the weights that a rule of the profile gives its name, in the rule's order;
+//! - **forms**: what is encoded is what the output policy says, blocks lie whole on one rank and in one part, and every
+//!   encoded parameter has its scales, on the same ranks, one for each block;
 //! - **destination cover**: every element of every slice is filled exactly once;
 //! - **source cover**: every element of every source is placed exactly once per copy that its cut calls for, or the
 //!   source scales another or is ignored by a rule;
@@ -14,6 +16,7 @@
 //! A plan that fails is a defect of the planner and is never executed.
 
 mod cover;
+mod forms;
 mod holding;
 mod layout;
 mod rules;
@@ -37,6 +40,7 @@ pub struct AuditReport {
 pub fn audit(plan: &Plan) -> Result<AuditReport> {
     layout::check(plan)?;
     rules::check(plan)?;
+    forms::check(plan)?;
     let slices = cover::destinations(plan)?;
     let sources = cover::sources(plan)?;
     let positions = trace::check(plan)?;

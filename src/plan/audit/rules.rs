@@ -4,7 +4,7 @@ use super::fault;
 use crate::error::Result;
 use crate::mapping::layout::{LayoutRules, WEIGHT_BLOCK, for_class};
 use crate::mapping::{Content, Pattern, PinnedDtype, Set};
-use crate::plan::{Param, Plan};
+use crate::plan::{Form, Param, Plan};
 
 /// What a rule says: the parameter's name, and its content.
 struct Said {
@@ -29,7 +29,7 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
         return Err(crate::Fault::new(found).audit());
     };
     let said = if layout.verbatim { Vec::new() } else { sayings(layouts, layout) };
-    for param in &plan.params {
+    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
         let weights: Vec<&str> =
             param.content.weights().iter().map(|w| plan.model.weights[*w as usize].name.as_str()).collect();
         let first = param.content.weights().first().and_then(|w| plan.model.weights[*w as usize].pinned);

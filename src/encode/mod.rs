@@ -1,0 +1,3 @@
+//! Encoders: decoded values become low-bit numbers and the scales that go with them. Pure functions of their input.
+
+pub mod fp8;
