@@ -105,6 +105,8 @@ fn sizes_that_overflow_together() {
                 dtype,
                 cut: "column".into(),
                 sources,
+                blocks: None,
+                decoded: None,
                 nan: 0,
                 inf: 0,
                 overflow: 0,

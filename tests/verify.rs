@@ -69,6 +69,8 @@ fn parameter(name: &str, dtype: Dtype, shape: &[u64], cut: &str) -> Parameter {
         dtype,
         cut: cut.into(),
         sources,
+        blocks: None,
+        decoded: None,
         nan: 0,
         inf: 0,
         overflow: 0,
@@ -128,6 +130,7 @@ fn checkpoint(dir: &Path) -> Manifest {
         policy: Policy {
             dtype: "bf16".into(),
             rules: None,
+            keep_or: None,
             mtp: "keep".into(),
             part_size: 1 << 20,
             moe_pad: None,

@@ -16,8 +16,8 @@ use crate::errors::raise;
 use crate::json::to_dict;
 use crate::watch;
 
-/// The output type of files that is no float type; there is an output policy behind it.
-const FP8: &str = "fp8";
+/// Output types of files that are no float types; there is an output policy behind each.
+const POLICIES: [&str; 2] = ["fp8", "keep"];
 
 /// The float type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
@@ -56,6 +56,7 @@ pub struct Choices {
     mapping: Option<String>,
     dtype: String,
     policy: Option<String>,
+    keep_or: Option<String>,
     mtp: String,
     ep: bool,
     pp: u32,
@@ -72,13 +73,14 @@ impl Choices {
         }
         let stage_layers = self.pp_layers.unwrap_or_default();
         let dtype = self.dtype.to_ascii_lowercase();
-        if dtype != FP8 {
+        if !POLICIES.contains(&dtype.as_str()) {
             float_type(&dtype)?;
         }
         let request = Request {
             mapping: self.mapping,
             profile: self.profile,
             tp: self.tp,
+            keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
             mtp: mtp_policy(&self.mtp)?,
             part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
             pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },

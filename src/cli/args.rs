@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
+use ggshard::dequant::FloatType;
 use ggshard::engine::Device;
 use ggshard::gguf::Io;
 use ggshard::mapping::MtpPolicy;
@@ -117,12 +118,16 @@ pub struct PlanChoices {
     /// The names: a built-in mapping or a TOML file. Default: the one that fits the file.
     #[arg(long, value_name = "MAPPING")]
     pub mapping: Option<String>,
-    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, and bf16 for the rest.
+    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, keep is --policy keep, both with
+    /// bf16 for the rest.
     #[arg(long, value_name = "DTYPE", default_value = "bf16")]
     pub dtype: DtypeArg,
     /// Which weights are written in which form: a built-in policy or a TOML file. What it has no rule for follows --dtype.
     #[arg(long, value_name = "POLICY")]
     pub policy: Option<String>,
+    /// Where a cut goes through blocks that the policy keeps, decode the weight to this type. Default: refuse.
+    #[arg(long, value_name = "DTYPE")]
+    pub keep_or: Option<FloatArg>,
     /// What to do with multi-token-prediction blocks.
     #[arg(long, value_name = "WHAT", default_value = "keep")]
     pub mtp: MtpArg,
@@ -312,6 +317,26 @@ pub enum DtypeArg {
     F32,
     /// E4M3 in blocks for linear projections, as DeepSeek publishes.
     Fp8,
+    /// The source's own quantized blocks.
+    Keep,
+}
+
+/// Float types.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FloatArg {
+    Bf16,
+    F16,
+    F32,
+}
+
+impl From<FloatArg> for FloatType {
+    fn from(arg: FloatArg) -> Self {
+        match arg {
+            FloatArg::Bf16 => FloatType::BF16,
+            FloatArg::F16 => FloatType::F16,
+            FloatArg::F32 => FloatType::F32,
+        }
+    }
 }
 
 impl DtypeArg {
@@ -322,6 +347,7 @@ impl DtypeArg {
             DtypeArg::F16 => "f16",
             DtypeArg::F32 => "f32",
             DtypeArg::Fp8 => "fp8",
+            DtypeArg::Keep => "keep",
         }
     }
 }

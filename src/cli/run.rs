@@ -94,6 +94,7 @@ fn request(choices: &PlanChoices) -> Result<Request> {
         mapping: choices.mapping.clone(),
         profile: choices.profile.clone(),
         tp: choices.tp,
+        keep_or: choices.keep_or.map(Into::into),
         mtp: choices.mtp.into(),
         part_size: choices.part_size,
         pp: choices.pp.unwrap_or(choices.pp_layers.len().max(1) as u32),

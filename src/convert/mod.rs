@@ -22,8 +22,8 @@ use crate::plan::{Plan, PlanRequest, Policy};
 pub const PART_SIZE: u64 = 5 << 30;
 /// The name of the manifest in an output folder.
 pub const MANIFEST: &str = filename::MANIFEST;
-/// The policy of the output type `fp8`.
-const FP8_POLICY: &str = "deepseek-fp8";
+/// Names of output types that stand for a built-in policy.
+const POLICIES: [(&str, &str); 2] = [("fp8", "deepseek-fp8"), ("keep", "keep")];
 /// What the manifest's `tool` begins with; the version follows.
 pub(crate) const TOOL: &str = "ggshard ";
 
@@ -40,6 +40,8 @@ pub struct Request {
     pub dtype: FloatType,
     /// An output policy by name or path.
     pub policy: Option<String>,
+    /// The type of weights whose blocks the policy keeps, but a cut goes through; `None` to refuse that.
+    pub keep_or: Option<FloatType>,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
     /// Size in bytes at which a part is closed.
@@ -62,6 +64,7 @@ impl Default for Request {
             tp: 1,
             dtype: FloatType::BF16,
             policy: None,
+            keep_or: None,
             mtp: MtpPolicy::Keep,
             part_size: PART_SIZE,
             pp: 1,
@@ -73,21 +76,23 @@ impl Default for Request {
 }
 
 impl Request {
-    /// The request with the output types of these names: a float type and an output policy, or `fp8`, which is bf16 and the
-    /// policy `deepseek-fp8`.
+    /// The request with the output types of these names: a float type and an output policy, or a name that stands for bf16
+    /// and a policy: `fp8` for `deepseek-fp8`, `keep` for `keep`.
     pub fn typed(self, dtype: &str, policy: Option<String>) -> Result<Self> {
         let floats = [FloatType::BF16, FloatType::F16, FloatType::F32];
         if let Some(dtype) = floats.into_iter().find(|float| float.name().to_lowercase() == dtype) {
             return Ok(Request { dtype, policy, ..self });
         }
         let wrong = |found: String, remedy: &str| Err(Fault::new(found).remedy(remedy).rules());
-        match (dtype, policy) {
-            ("fp8", None) => Ok(Request { dtype: FloatType::BF16, policy: Some(FP8_POLICY.to_owned()), ..self }),
-            ("fp8", Some(policy)) => {
-                let found = format!("dtype fp8 is policy '{FP8_POLICY}', but policy '{policy}' is asked for");
+        let Some((_, implied)) = POLICIES.iter().find(|(name, _)| *name == dtype) else {
+            return wrong(format!("'{dtype}' is no output type"), "Choose bf16, f16, f32, fp8 or keep");
+        };
+        match policy {
+            None => Ok(Request { dtype: FloatType::BF16, policy: Some((*implied).to_owned()), ..self }),
+            Some(policy) => {
+                let found = format!("dtype {dtype} is policy '{implied}', but policy '{policy}' is asked for");
                 wrong(found, "Give one of them; with --policy, --dtype is the float type of all other weights")
             }
-            (other, _) => wrong(format!("'{other}' is no output type"), "Choose bf16, f16, f32 or fp8"),
         }
     }
 }
@@ -153,6 +158,7 @@ pub(crate) fn audited(
         expert_parallel: request.expert_parallel,
         policy: Policy { dtype, mtp, part_size, moe_pad },
         forms,
+        keep_or: request.keep_or,
     };
     Plan::audited(set, model, plan_request)
 }

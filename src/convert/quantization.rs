@@ -43,6 +43,10 @@ pub(super) fn stated(plan: &Plan, bytes: Vec<u8>, notes: &mut Vec<String>) -> Re
 
 /// The field for a plan; `None` where all weights are floats.
 fn quantization(plan: &Plan) -> Result<Option<Json>> {
+    if plan.params.iter().any(|param| param.form.blocks().is_some()) {
+        // No stack knows this method, so none takes the folder for a checkpoint whose weights are missing.
+        return Ok(Some(json!({ "quant_method": "ggml_blocks" })));
+    }
     let expected = OutputPolicy::builtin(EXPECTED)?;
     let (mut quantized, mut plain) = (BTreeSet::new(), BTreeSet::new());
     for param in &plan.params {
@@ -52,7 +56,7 @@ fn quantization(plan: &Plan) -> Result<Option<Json>> {
                 Form::Plain if expected.format(weight, plan.types(weight)) == Some(Format::Fp8) => {
                     plain.insert(weight.name.as_str())
                 }
-                Form::Plain | Form::Scales { .. } => false,
+                Form::Plain | Form::Kept(_) | Form::Scales { .. } => false,
             };
         }
     }

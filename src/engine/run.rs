@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 use super::encode::{Area, Encoding, encodings};
 use super::job::{Job, Wanted, jobs};
 use super::stage::{CPU_TILE, Stage};
-use super::tile::{Context, Scratch, Tile, tiles};
+use super::tile::{Context, Scratch, Tile, tiles, unit};
 use super::{Device, Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
+use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
 use crate::plan::{Form, Origin, Param, Plan, PlannedSource};
@@ -306,7 +307,8 @@ impl Queue<'_> {
             }
             self.ahead.advance(self.engine, self.param, self.wanted);
             let lists = match param.form {
-                Form::Plain => self.decoding(param.dtype.bytes()),
+                // What is kept is read and handed on like numbers of one byte.
+                Form::Plain | Form::Kept(_) => self.decoding(param.dtype),
                 Form::Fp8 { scales } => self.encoding(scales),
                 // Made with the parameter whose blocks they scale.
                 Form::Scales { .. } => Vec::new(),
@@ -330,13 +332,13 @@ impl Queue<'_> {
     }
 
     /// For each job of the current parameter, its tiles and the bytes that they read.
-    fn decoding(&self, width: u64) -> Vec<(Vec<Work>, u64)> {
-        let (plan, index) = (self.engine.plan, self.param as u32);
+    fn decoding(&self, dtype: Dtype) -> Vec<(Vec<Work>, u64)> {
+        let (plan, index, width) = (self.engine.plan, self.param as u32, dtype.bytes());
         let target = self.engine.options.tile_bytes / width;
         let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
         let work = |job: Job| {
-            let ty = job.read.source().map(|source| plan.sources[source as usize].ty);
-            let (block, block_bytes) = ty.map_or((1, 0), |ty| (ty.block(), ty.block_bytes()));
+            let source = job.read.source();
+            let (block, block_bytes) = source.map_or((1, 0), |source| unit(plan.sources[source as usize].ty, dtype));
             let job = Arc::new(job);
             let tiles = match self.stage {
                 Some(stage) => stage.tiles(plan, &job, block),
@@ -425,9 +427,9 @@ fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u3
     for (_, slice) in slices.filter(|(rank, slice)| wanted.holds(*rank, slice)) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
-            let ty = plan.sources[region.source as usize].ty;
-            let first = region.element(0, 0) / ty.block() * ty.block_bytes();
-            let last = (region.element(piece.rows - 1, piece.cols - 1) / ty.block() + 1) * ty.block_bytes();
+            let (block, block_bytes) = unit(plan.sources[region.source as usize].ty, plan.params[param].dtype);
+            let first = region.element(0, 0) / block * block_bytes;
+            let last = (region.element(piece.rows - 1, piece.cols - 1) / block + 1) * block_bytes;
             let span = spans.entry(region.source).or_insert(first..last);
             *span = span.start.min(first)..span.end.max(last);
         }

@@ -8,7 +8,7 @@ use super::{Observer, Reads, Sink};
 use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert, convert_computed};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
-use crate::gguf::GgufSet;
+use crate::gguf::{GgmlType, GgufSet};
 use crate::mapping::ValueOp;
 use crate::plan::Plan;
 
@@ -300,7 +300,7 @@ impl Context<'_> {
             }
         };
         // The blocks that cover the elements.
-        let (block, block_bytes) = (ty.block(), ty.block_bytes());
+        let (block, block_bytes) = unit(ty, dtype);
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
         self.reads.record(source, range.clone());
@@ -430,6 +430,12 @@ fn transpose<const N: usize>(from: &[u8], rows: usize, cols: usize, to: &mut Vec
             }
         }
     }
+}
+
+/// Elements and bytes of a block of a source, as a parameter of this dtype is made of it. Kept blocks are U8, and bytes that
+/// stay what they are.
+pub(super) fn unit(ty: GgmlType, dtype: Dtype) -> (u64, u64) {
+    if dtype == Dtype::U8 { (1, 1) } else { (ty.block(), ty.block_bytes()) }
 }
 
 /// The float type behind an output dtype; none for elements that are handed on as they are.

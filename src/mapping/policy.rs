@@ -31,6 +31,8 @@ pub enum Format {
     F16,
     /// E4M3 in blocks of 128 × 128, with an f32 scale for each block.
     Fp8,
+    /// The source's own quantized blocks, moved without decoding.
+    Keep,
 }
 
 impl Format {
@@ -41,6 +43,7 @@ impl Format {
             Format::Bf16 => "bf16",
             Format::F16 => "f16",
             Format::Fp8 => "fp8",
+            Format::Keep => "keep",
         }
     }
 
@@ -48,7 +51,7 @@ impl Format {
     pub fn is_float(self) -> bool {
         match self {
             Format::F32 | Format::Bf16 | Format::F16 => true,
-            Format::Fp8 => false,
+            Format::Fp8 | Format::Keep => false,
         }
     }
 }

@@ -154,6 +154,9 @@ pub struct Policy {
     /// The output policy, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rules: Option<PolicyRules>,
+    /// Output type of weights whose blocks are kept, but cut through: `bf16`, `f16`, `f32`, if that was allowed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_or: Option<String>,
     /// What happens to the MTP block: `keep`, `drop`, `only`.
     pub mtp: String,
     /// The size, in bytes, at which a new part is begun.
@@ -208,6 +211,12 @@ pub struct Parameter {
     pub cut: String,
     /// The source tensors it is made of and their ggml types.
     pub sources: Vec<(String, String)>,
+    /// The ggml type of its blocks, where they are kept: the last axis of its shapes counts their bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<String>,
+    /// Why its blocks, which were to be kept, are decoded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decoded: Option<String>,
     /// Values that are NaN, over the whole parameter.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub nan: u64,

@@ -16,6 +16,9 @@ use crate::mapping::Set;
 use crate::plan::{Plan, PlannedFile};
 use crate::threads::lock;
 
+/// The key of a header's metadata under which the types of kept blocks are, as a JSON object by tensor.
+const BLOCKS_KEY: &str = "ggshard.blocks";
+
 /// Writes files of a plan.
 pub struct Writer<'a> {
     plan: &'a Plan,
@@ -199,11 +202,19 @@ pub(crate) fn header_of(
     file: &PlannedFile,
     metadata: &BTreeMap<String, String>,
 ) -> Result<SafetensorsHeader> {
+    let mut metadata = metadata.clone();
+    let params = file.params.iter().map(|p| &plan.params[*p as usize]);
+    let blocks: BTreeMap<&str, &str> =
+        params.filter_map(|p| Some((p.name.as_str(), p.form.blocks()?.name()))).collect();
+    if !blocks.is_empty() {
+        // A map of texts: nothing that JSON cannot say.
+        metadata.insert(BLOCKS_KEY.into(), serde_json::to_string(&blocks).unwrap_or_default());
+    }
     let tensors = file.params.iter().map(|p| {
         let param = &plan.params[*p as usize];
         (param.name.as_str(), param.dtype, param.slices[file.rank as usize].shape.axes().to_vec())
     });
-    SafetensorsHeader::layout(tensors, metadata.clone())
+    SafetensorsHeader::layout(tensors, metadata)
 }
 
 impl Sink for Writer<'_> {

@@ -32,11 +32,35 @@ pub enum Form {
         /// The parameter that holds the scales.
         scales: u32,
     },
+    /// As the source's own blocks, without decoding: the last axis of every shape counts bytes, and so do the columns of
+    /// pieces and their regions.
+    Kept(
+        /// The type of all blocks.
+        GgmlType,
+    ),
     /// As the scales of another parameter's blocks. Its content is that parameter's, and it has no pieces.
     Scales {
         /// The encoded parameter.
         of: u32,
     },
+}
+
+impl Form {
+    /// Elements and bytes of what a row is made of, where rows are counted in bytes; otherwise one and one.
+    pub fn unit(self) -> (u64, u64) {
+        match self {
+            Form::Plain | Form::Fp8 { .. } | Form::Scales { .. } => (1, 1),
+            Form::Kept(ty) => (ty.block(), ty.block_bytes()),
+        }
+    }
+
+    /// The type of blocks that are kept.
+    pub fn blocks(self) -> Option<GgmlType> {
+        match self {
+            Form::Plain | Form::Fp8 { .. } | Form::Scales { .. } => None,
+            Form::Kept(ty) => Some(ty),
+        }
+    }
 }
 
 /// The shape of the scales of a tensor of two axes or more.
@@ -100,6 +124,8 @@ impl Plan {
         }
         match format {
             Format::F32 | Format::Bf16 | Format::F16 => Ok(()),
+            // What cannot be kept is decoded, and said.
+            Format::Keep => Ok(()),
             Format::Fp8 if weight.shape.len() == 2 => Ok(()),
             Format::Fp8 => Err(fault(format!("its shape is {:?}, and fp8 has blocks of two axes", weight.shape))
                 .remedy("Name only matrices in the policy's rules for fp8")
@@ -195,6 +221,7 @@ impl Plan {
             dtype: Dtype::F32,
             form: Form::Scales { of },
             shape: grid(&param.shape),
+            decoded: None,
             joins: None,
             slices: slices.ok_or_else(|| Fault::new("its scales are too large").tensor(&param.name).layout())?,
             ..param.clone()

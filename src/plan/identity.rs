@@ -27,6 +27,7 @@ impl Plan {
                 Form::Plain => {}
                 Form::Fp8 { scales } => hasher.numbers(&[1, scales.into()]),
                 Form::Scales { of } => hasher.numbers(&[2, of.into()]),
+                Form::Kept(ty) => hasher.numbers(&[3, ty as u64]),
             }
             hasher.numbers(&param.shape);
             for slice in &param.slices {

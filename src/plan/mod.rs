@@ -9,6 +9,7 @@ mod build;
 mod files;
 mod forms;
 mod identity;
+mod keep;
 mod picture;
 mod share;
 mod stages;
@@ -17,6 +18,7 @@ mod summary;
 pub use build::PlanRequest;
 pub use files::{DRAFT_FOLDER, PlannedFile};
 pub use forms::{BLOCK, Form, SCALES_SUFFIX};
+pub use keep::weight_name;
 pub use picture::{Cell, Column, Group, Picture, Row, Section};
 pub use stages::StageLayers;
 pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
@@ -45,6 +47,8 @@ pub struct Plan {
     pub policy: Policy,
     /// Which weights are written in a form of their own; `None` if all follow [`Policy::dtype`].
     pub forms: Option<OutputPolicy>,
+    /// The type of weights whose blocks are to be kept, but are cut through; `None` if that is refused.
+    pub keep_or: Option<FloatType>,
     /// The source tensors that pieces refer to by index.
     pub sources: Vec<PlannedSource>,
     /// Parameters in the one global order that every rank's files follow.
@@ -100,6 +104,8 @@ pub struct Param {
     pub dtype: Dtype,
     /// How its elements are stored.
     pub form: Form,
+    /// Why its blocks, which were to be kept, are decoded.
+    pub decoded: Option<String>,
     /// Its whole shape before any cut or padding, row-major.
     pub shape: Vec<u64>,
     /// How ranks share it.
@@ -111,6 +117,12 @@ pub struct Param {
 }
 
 impl Param {
+    /// Number of elements of the whole. Of kept blocks, the shape counts bytes.
+    pub fn elements(&self) -> u64 {
+        let (block, block_bytes) = self.form.unit();
+        self.shape.iter().product::<u64>() / block_bytes * block
+    }
+
     /// The first of the ranks that hold the very same slice as `rank`.
     pub fn first_holder(&self, rank: u32) -> u32 {
         let pieces = |rank: u32| &self.slices[rank as usize].pieces;

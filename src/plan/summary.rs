@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::{DRAFT_FOLDER, Form, Param, ParamCut, Plan};
+use crate::gguf::GgmlType;
 use crate::mapping::{CutKind, OutputPolicy, RulesId, Set};
 
 /// The summary of a plan.
@@ -116,6 +117,12 @@ pub struct ParameterSummary {
     pub cut: &'static str,
     /// The source tensors it is made of, with their types.
     pub sources: Vec<(String, &'static str)>,
+    /// The type of its blocks, which are kept; the shape's last axis counts bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<&'static str>,
+    /// Why its blocks, which were to be kept, are decoded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decoded: Option<String>,
 }
 
 impl Plan {
@@ -221,7 +228,7 @@ impl Plan {
             ignored: self.unused_sources().collect(),
             source_bytes: (0..self.sources.len()).filter(used).map(|i| self.sources[i].bytes).sum(),
             parameters: self.params.len(),
-            elements: self.params.iter().filter(|p| !scales(p)).map(|p| p.shape.iter().product::<u64>()).sum(),
+            elements: self.params.iter().filter(|p| !scales(p)).map(Param::elements).sum(),
             types,
             output_bytes: ranks.iter().map(|r| r.bytes).sum(),
             ranks,
@@ -244,6 +251,8 @@ impl Plan {
             shape: param.shape.clone(),
             cut: param.cut.name(),
             sources: self.sources_of(index),
+            blocks: param.form.blocks().map(GgmlType::name),
+            decoded: param.decoded.clone(),
         }
     }
 }
@@ -252,7 +261,7 @@ impl Plan {
 fn scales(param: &Param) -> bool {
     match param.form {
         Form::Scales { .. } => true,
-        Form::Plain | Form::Fp8 { .. } => false,
+        Form::Plain | Form::Fp8 { .. } | Form::Kept(_) => false,
     }
 }
 

@@ -212,7 +212,9 @@ fn request(manifest: &Manifest, path: &Path) -> Result<Request> {
         Fault::new(format!("'{found}'")).file(path).key(key).remedy(other_version(manifest)).checkpoint()
     };
     let dtypes = [FloatType::BF16, FloatType::F16, FloatType::F32];
-    let dtype = dtypes.into_iter().find(|dtype| dtype.name().to_lowercase() == policy.dtype);
+    let float = |name: &str| dtypes.into_iter().find(|dtype| dtype.name().to_lowercase() == name);
+    let dtype = float(&policy.dtype);
+    let keep_or = policy.keep_or.as_ref().map(|or| float(or).ok_or(or)).transpose();
     let policies = [MtpPolicy::Keep, MtpPolicy::Drop, MtpPolicy::Only];
     let mtp = policies.into_iter().find(|mtp| mtp.name() == policy.mtp);
     Ok(Request {
@@ -221,6 +223,7 @@ fn request(manifest: &Manifest, path: &Path) -> Result<Request> {
         tp: manifest.topology.tp,
         dtype: dtype.ok_or_else(|| unknown("policy.dtype", &policy.dtype))?,
         policy: None,
+        keep_or: keep_or.map_err(|or| unknown("policy.keep_or", or))?,
         mtp: mtp.ok_or_else(|| unknown("policy.mtp", &policy.mtp))?,
         part_size: policy.part_size,
         pp: manifest.topology.pp,

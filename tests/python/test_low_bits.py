@@ -1,6 +1,7 @@
 """Weights in fp8: every byte and every scale against an encoder in numpy, which knows nothing of ours, and cuts of them."""
 import json
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def header(path):
     return json.loads(raw[8:8 + length]), raw[8 + length:]
 
 
-NUMPY = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+NUMPY = {"U8": np.dtype("u1"), "F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 def tensors(folder, rank=None):
@@ -215,6 +216,8 @@ def test_the_plan_counts_bytes_and_says_whether_they_fit():
     assert all(rank["by_dtype"]["F8_E4M3"] > 0 and sum(rank["by_dtype"].values()) == rank["bytes"] for rank in main)
     assert plan["gpu_memory"] == {"bytes": 96 << 30, "largest": plan["gpu_memory"]["largest"], "fits": True}
     assert plan["gpu_memory"]["largest"] >= max(rank["bytes"] for rank in main)
+    # 128 rows of gate and up per rank need no padding; one row of their scales is no reason to ask for it.
+    assert not any("multiple of 128" in warning for warning in plan["warnings"])
     assert "DOES NOT FIT" in ok("plan", DEEPSEEK, "--tp", 2, "--dtype", "fp8", "--gpu-memory", "1M")
 
 
@@ -260,3 +263,94 @@ def test_small_parts_and_ranks_one_by_one_give_the_same(converted, tmp_path):
     assert other.returncode == 0
     line = refused("convert", GLM, tmp_path / "two", "--tp", 2, "--part-size", "200k", "--ranks", 1, "--resume")
     assert "policy" in line, line
+
+
+# Kept blocks.
+
+
+def types(folder):
+    """{(set, name): ggml type} of kept blocks, by the manifest."""
+    manifest = json.loads((folder / "ggshard.json").read_text())
+    return {p["name"]: p["blocks"] for p in manifest["parameters"] if "blocks" in p}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_kept_blocks_decode_to_what_is_decoded_directly(model, tp, converted):
+    """By gguf-py's decoders, every element, bit for bit."""
+    kept = converted(MODELS[model], "--tp", tp, "--dtype", "keep", "--keep-or", "bf16")
+    direct = converted(MODELS[model], "--tp", tp, "--dtype", "f32")
+    plain = converted(MODELS[model], "--tp", tp)
+    blocks = types(kept)
+    assert len(set(blocks.values())) > 1
+    for rank in range(tp):
+        rank = None if tp == 1 else rank
+        held, truth, floats = tensors(kept, rank), tensors(direct, rank), tensors(plain, rank)
+        assert {name.replace("qweight", "weight") for name in held} == set(truth)
+        for name, array in held.items():
+            if name not in blocks:
+                assert array.dtype == floats[name].dtype and array.tobytes() == floats[name].tobytes(), name
+                continue
+            expected = truth[name.replace("qweight", "weight")]
+            decoded = gguf.quants.dequantize(array, gguf.GGMLQuantizationType[blocks[name]])
+            assert decoded.shape == expected.shape and decoded.astype("<f4").tobytes() == expected.tobytes(), (name, rank)
+
+
+def test_kept_blocks_are_as_large_as_in_the_source_and_every_file_names_their_types(converted):
+    folder = converted(DEEPSEEK, "--tp", 1, "--dtype", "keep")
+    blocks, manifest = types(folder), json.loads((folder / "ggshard.json").read_text())
+    assert {p["decoded"] for p in manifest["parameters"] if "decoded" in p}
+    named, of_blocks = {}, 0
+    for path in folder.glob("*.safetensors"):
+        entries, _ = header(path)
+        here = json.loads(entries["__metadata__"]["ggshard.blocks"])
+        assert set(here) == {name for name in entries if name in blocks}
+        named |= here
+        of_blocks += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in entries.items() if name in here)
+    assert named == blocks
+    kept = {name for p in manifest["parameters"] if "blocks" in p for name, _ in p["sources"]}
+    sizes = {}
+    for path in DEEPSEEK.glob("*.gguf"):
+        for tensor in gguf.GGUFReader(path).tensors:
+            sizes[tensor.name] = int(tensor.n_bytes)
+    assert of_blocks == sum(sizes[name] for name in kept)
+    # No stack takes the folder for a checkpoint whose weights are missing.
+    assert json.loads((folder / "config.json").read_text())["quantization_config"] == {"quant_method": "ggml_blocks"}
+
+
+def test_cuts_through_kept_blocks_are_refused_or_decoded(tmp_path):
+    line = refused("plan", DEEPSEEK, "--tp", 2, "--dtype", "keep")
+    assert "within blocks of 256" in line and "with this policy: 1;" in line and "--keep-or bf16" in line, line
+    plan = json.loads(ok("plan", DEEPSEEK, "--tp", 2, "--dtype", "keep", "--keep-or", "f16", "--json"))
+    cut = [t for t in plan["tensors"] if "cuts through" in t.get("decoded", "")]
+    assert cut and all(t["dtype"] == "F16" and t["cut"] == "row" for t in cut)
+    assert any("instead of kept, because tp 2 cuts through" in warning for warning in plan["warnings"])
+    assert all(t["blocks"] for t in plan["tensors"] if t["name"].endswith("qweight"))
+
+
+def test_vllm_takes_no_kept_blocks():
+    assert "not known to load keep" in refused("plan", GLM, "--tp", 1, "--dtype", "keep", "--profile", "vllm-0.32")
+
+
+def test_folders_of_kept_blocks_verify(converted):
+    folder = converted(GLM, "--tp", 2, "--dtype", "keep", "--keep-or", "bf16")
+    assert json.loads(ok("verify", folder, "--source", GLM, "--json"))["ok"]
+
+
+def test_one_policy_mixes_forms(tmp_path):
+    policy = tmp_path / "mixed.toml"
+    policy.write_text("""
+name = "mixed"
+about = "Attention in fp8, experts kept."
+[[rule]]
+dtype = "fp8"
+weights = ["model.layers.{layer}.self_attn.o_proj.weight"]
+[[rule]]
+dtype = "keep"
+min_elements = 1000
+""")
+    ok("convert", GLM, tmp_path / "out", "--tp", 1, "--policy", policy)
+    found = tensors(tmp_path / "out")
+    assert found["model.layers.1.self_attn.o_proj.weight"].dtype == NUMPY["F8_E4M3"]
+    assert found["model.layers.1.mlp.experts.0.up_proj.qweight"].dtype == np.uint8
+    ok("verify", tmp_path / "out", "--source", GLM)

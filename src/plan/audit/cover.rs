@@ -1,7 +1,7 @@
 //! Proof that rectangles cover a whole exactly once.
 
-use super::fault;
 use super::holding::holdings;
+use super::{fault, in_elements, pieces};
 use crate::error::{Fault, Result};
 use crate::gguf::GgmlType;
 use crate::mapping::{Matrix, Set};
@@ -106,14 +106,11 @@ pub(super) fn destinations(plan: &Plan) -> Result<u64> {
                 continue;
             }
             rects.clear();
-            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect {
-                row: p.row,
-                step: 1,
-                rows: p.rows,
-                col: p.col,
-                cols: p.cols,
-            }));
-            let whole = Matrix::of(slice.shape.axes());
+            let Some(held) = pieces(plan, param, slice) else {
+                return Err(fault(param, rank, "its pieces cut through blocks").audit());
+            };
+            rects.extend(held.iter().map(|p| Rect { row: p.row, step: 1, rows: p.rows, col: p.col, cols: p.cols }));
+            let whole = Matrix::of(&in_elements(param, slice.shape.axes()));
             exact(&mut rects, whole).map_err(|flaw| {
                 let expected = format!("all {} elements of its slice filled once", whole.rows * whole.cols);
                 fault(param, rank, flaw).expected(expected).audit()
@@ -195,7 +192,7 @@ fn placements(plan: &Plan, scales: &mut [bool]) -> Result<Vec<Placed>> {
             let slice = &param.slices[rank];
             let alike = param.slices[rank..].iter().take_while(|s| s.pieces == slice.pieces).count();
             let parts = holdings(plan, param, rank as u64).unwrap_or_default();
-            for piece in plan.pieces_of(slice) {
+            for piece in pieces(plan, param, slice).unwrap_or_default().iter() {
                 let Origin::Source(region) = piece.origin else { continue };
                 if region.source as usize >= plan.sources.len() || region.width == 0 {
                     return Err(fault(param, rank, format!("a piece of source {}", region.source)).audit());

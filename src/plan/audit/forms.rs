@@ -1,9 +1,10 @@
 //! Proof that what is encoded is what the policy says, and that blocks and their scales agree.
 
 use super::fault;
-use super::holding::holdings;
+use super::holding::{Holding, holdings};
 use crate::error::Result;
-use crate::mapping::{Content, Format, Matrix, PinnedDtype, Weight};
+use crate::gguf::GgmlType;
+use crate::mapping::{Content, Format, Matrix, Part, PinnedDtype, Weight};
 use crate::plan::{Form, Param, Plan};
 
 /// Rows and columns of a block.
@@ -18,10 +19,18 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
                 encoded(plan, param)?;
                 linked(plan, index, scales)?;
             }
+            Form::Kept(ty) => {
+                agreed(plan, param)?;
+                if kept(plan, param) != Some(ty) {
+                    return Err(fault(param, 0, format!("it keeps blocks of {ty}"))
+                        .expected("blocks that can be kept")
+                        .audit());
+                }
+            }
             // Proven with the parameter that it belongs to, if that names it.
             Form::Scales { of } => match plan.params.get(of as usize).map(|of| of.form) {
                 Some(Form::Fp8 { scales }) if scales as usize == index => {}
-                Some(Form::Fp8 { .. } | Form::Plain | Form::Scales { .. }) | None => {
+                Some(Form::Fp8 { .. } | Form::Plain | Form::Kept(_) | Form::Scales { .. }) | None => {
                     return Err(fault(param, 0, format!("they are the scales of parameter {of}"))
                         .expected("an encoded parameter that names them")
                         .audit());
@@ -36,6 +45,37 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
 pub(super) fn format(plan: &Plan, param: &Param) -> Format {
     let first = param.content.weights().first().and_then(|w| plan.model.weights.get(*w as usize));
     first.map_or(Format::F32, |weight| of_weight(plan, weight))
+}
+
+/// The form that a parameter is stored in: blocks that are to be kept, but cannot be, are decoded.
+pub(super) fn stored(plan: &Plan, param: &Param) -> Format {
+    let ruled = format(plan, param);
+    // `raw` takes numbers that are no weights as they are, whatever the policy says.
+    if ruled != Format::Keep || kept(plan, param).is_some() {
+        return ruled;
+    }
+    let mut sources = param.content.weights().iter().flat_map(|w| &plan.model.weights[*w as usize].recipe.parts);
+    let floats = sources.all(|part| plan.sources[part.source as usize].ty.block() == 1);
+    plan.keep_or.filter(|_| !floats).unwrap_or(plan.policy.dtype).into()
+}
+
+/// The type of a parameter's blocks, if they can be kept: one type, whole rows, no arithmetic, no cut through a block.
+fn kept(plan: &Plan, param: &Param) -> Option<GgmlType> {
+    let weights = || param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]);
+    let mut types = weights().flat_map(|w| &w.recipe.parts).map(|part| plan.sources[part.source as usize].ty);
+    let ty = types.next().filter(|ty| ty.block() > 1 && types.all(|other| other == *ty))?;
+    let moved = |part: &Part| {
+        !part.transpose && part.op.is_identity() && part.cols % ty.block() == 0 && part.start % part.cols.max(1) == 0
+    };
+    let vocab = plan.profile.rules.vocab.multiple;
+    let on_blocks = |part: &Holding<'_>| {
+        let first = part.in_weight(0, 0, vocab).1;
+        let ends = [first, first + part.real.cols];
+        part.real == part.padded && ends.iter().all(|col| col % ty.block() == 0)
+    };
+    let ranks = 0..param.slices.len() as u64;
+    let held = |rank: u64| holdings(plan, param, rank).is_some_and(|parts| parts.iter().all(on_blocks));
+    (weights().flat_map(|w| &w.recipe.parts).all(moved) && ranks.into_iter().all(held)).then_some(ty)
 }
 
 fn of_weight(plan: &Plan, weight: &Weight) -> Format {
@@ -63,13 +103,17 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
     if let Content::Constant(_) = param.content {
         return match param.form {
             Form::Plain => Ok(()),
-            Form::Fp8 { .. } | Form::Scales { .. } => Err(fault(param, 0, "a constant is encoded").audit()),
+            Form::Fp8 { .. } | Form::Kept(_) | Form::Scales { .. } => {
+                Err(fault(param, 0, "a constant is encoded").audit())
+            }
         };
     }
     if param.pinned == Some(PinnedDtype::F32) {
         return match param.form {
             Form::Plain => Ok(()),
-            Form::Fp8 { .. } | Form::Scales { .. } => Err(fault(param, 0, "it is encoded, though pinned").audit()),
+            Form::Fp8 { .. } | Form::Kept(_) | Form::Scales { .. } => {
+                Err(fault(param, 0, "it is encoded, though pinned").audit())
+            }
         };
     }
     let (first, weights) = (format(plan, param), param.content.weights());
@@ -78,8 +122,12 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
         let found = format!("the policy gives weight '{}' another form", other.name);
         return Err(fault(param, 0, found).expected(first.name()).audit());
     }
-    let encoded = matches!(param.form, Form::Fp8 { .. });
-    if encoded != (first == Format::Fp8) || (encoded && !plan.profile.loads(first)) {
+    let stored = match param.form {
+        Form::Plain | Form::Scales { .. } => !matches!(stored(plan, param), Format::Fp8 | Format::Keep),
+        Form::Fp8 { .. } => first == Format::Fp8,
+        Form::Kept(_) => first == Format::Keep,
+    };
+    if !stored || !plan.profile.loads(first) {
         let found = format!("its form is {:?}", param.form);
         return Err(fault(param, 0, found).expected(format!("{}, which the stack loads", first.name())).audit());
     }

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use super::fault;
 use super::holding::{Holding, holdings};
+use super::{fault, in_elements};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::{Content, CutKind, Format, Matrix, PinnedDtype, Set, Weight};
@@ -86,7 +86,7 @@ fn content(plan: &Plan, param: &Param) -> Result<()> {
             stack.into_iter().chain([rows]).chain(tail.iter().copied()).collect()
         }
     };
-    if whole != param.shape {
+    if whole != in_elements(param, &param.shape) {
         let found = format!("its whole shape is planned as {:?}", param.shape);
         return Err(fault(param, 0, found).expected(format!("{whole:?}, by its weights")).audit());
     }
@@ -126,11 +126,12 @@ fn recipe(plan: &Plan, weight: &Weight) -> Result<()> {
 
 /// The element type is the pinned one, or that of the policy; under `raw` numbers that are no weights keep theirs.
 fn dtype(plan: &Plan, param: &Param) -> Result<()> {
-    let policy = match super::forms::format(plan, param) {
+    let policy = match super::forms::stored(plan, param) {
         Format::F32 => Dtype::F32,
         Format::F16 => Dtype::F16,
         Format::Bf16 => Dtype::BF16,
         Format::Fp8 => Dtype::F8E4M3,
+        Format::Keep => Dtype::U8,
     };
     let weights = || param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]);
     // A layout may pin what the checkpoint does not; it never unpins.
@@ -151,11 +152,11 @@ fn dtype(plan: &Plan, param: &Param) -> Result<()> {
 
 /// A slice's shape follows from what the rank holds of each weight; cuts fall between units.
 fn slice(plan: &Plan, param: &Param, rank: usize, held: &mut [(u64, u64)]) -> Result<()> {
-    let axes = param.slices[rank].shape.axes();
+    let axes = in_elements(param, param.slices[rank].shape.axes());
     let wrong = |expected: String| -> Error {
         fault(param, rank, format!("its slice has shape {axes:?} of {:?}", param.shape)).expected(expected).audit()
     };
-    let mut expected = param.shape.clone();
+    let mut expected = in_elements(param, &param.shape);
     let parts = holdings(plan, param, rank as u64).ok_or_else(|| wrong("weights that exist".into()))?;
     if let Some(first) = parts.first() {
         let stacked = usize::from(matches!(param.content, Content::Stacked { .. }));

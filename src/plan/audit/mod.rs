@@ -22,7 +22,9 @@ mod layout;
 mod rules;
 mod trace;
 
-use super::{Param, Plan};
+use std::borrow::Cow;
+
+use super::{Origin, Param, Piece, Plan, Slice};
 use crate::error::{Fault, Result};
 
 /// What an audit looked at.
@@ -45,6 +47,35 @@ pub fn audit(plan: &Plan) -> Result<AuditReport> {
     let sources = cover::sources(plan)?;
     let positions = trace::check(plan)?;
     Ok(AuditReport { slices, sources, positions })
+}
+
+/// The pieces of a slice with columns counted in elements, as the rules count them; none if they do not come out even.
+fn pieces<'a>(plan: &'a Plan, param: &Param, slice: &Slice) -> Option<Cow<'a, [Piece]>> {
+    let planned = plan.pieces_of(slice);
+    let Some(ty) = param.form.blocks() else { return Some(Cow::Borrowed(planned)) };
+    let elements =
+        |bytes: u64| Some(bytes.checked_div(ty.block_bytes())? * ty.block()).filter(|_| bytes % ty.block_bytes() == 0);
+    let in_elements = |piece: &Piece| {
+        let origin = match piece.origin {
+            Origin::Source(region) => {
+                let (col, width) = (elements(region.col)?, elements(region.width)?);
+                Origin::Source(super::Region { col, width, ..region })
+            }
+            Origin::Fill(value) => Origin::Fill(value),
+        };
+        Some(Piece { col: elements(piece.col)?, cols: elements(piece.cols)?, origin, ..*piece })
+    };
+    planned.iter().map(in_elements).collect::<Option<Vec<_>>>().map(Cow::Owned)
+}
+
+/// A shape of a parameter with its last axis counted in elements.
+fn in_elements(param: &Param, axes: &[u64]) -> Vec<u64> {
+    let mut axes = axes.to_vec();
+    if let (Some(ty), Some(last)) = (param.form.blocks(), axes.last_mut()) {
+        // Part of a block makes the shape one that no rule gives.
+        *last = if *last % ty.block_bytes() == 0 { *last / ty.block_bytes() * ty.block() } else { u64::MAX };
+    }
+    axes
 }
 
 /// Starts the fault of a failed proof about one rank's slice.
