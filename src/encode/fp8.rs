@@ -4,6 +4,7 @@
 //! divisions round to `f32`. That is DeepSeek's quantizer (`s = amax / 448; y = x / s`) in torch's arithmetic. Others
 //! multiply by a reciprocal, which rounds once more. Decoded, a weight is `code * scale`.
 
+use super::deviation::{Block, Deviation, LANES as COMPARED};
 use super::kernels;
 use super::minifloat::E4M3;
 use crate::dequant::Simd;
@@ -37,16 +38,39 @@ pub fn band(values: &[f32], rows: usize, cols: usize, out: &mut [u8], scales: &m
 ///
 /// As [`band`].
 pub fn band_on(simd: Simd, values: &[f32], rows: usize, cols: usize, out: &mut [u8], scales: &mut [f32]) {
-    assert!(rows <= BLOCK, "{rows} rows are more than a band of {BLOCK}");
-    assert_eq!(values.len(), rows * cols, "values of {rows} x {cols}");
-    assert_eq!(out.len(), rows * cols, "codes of {rows} x {cols}");
-    assert_eq!(scales.len(), cols.div_ceil(BLOCK), "scales of {cols} columns");
+    check(values, rows, cols, out, scales);
     kernels::fp8_band(simd, values, cols, out, scales);
+}
+
+/// How far an encoded band is from `values`. Arguments are as for [`band`].
+///
+/// # Panics
+///
+/// As [`band`].
+pub fn deviation(values: &[f32], rows: usize, cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
+    deviation_on(Simd::detect(), values, rows, cols, codes, scales)
+}
+
+/// As [`deviation`], on an instruction set, or the best that this CPU has where it lacks that. The bits are the same.
+///
+/// # Panics
+///
+/// As [`band`].
+pub fn deviation_on(simd: Simd, values: &[f32], rows: usize, cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
+    check(values, rows, cols, codes, scales);
+    kernels::fp8_deviation(simd, values, cols, codes, scales)
 }
 
 /// The value of a code, without its scale.
 pub fn value(code: u8) -> f32 {
     E4M3.value(code)
+}
+
+fn check(values: &[f32], rows: usize, cols: usize, codes: &[u8], scales: &[f32]) {
+    assert!(rows <= BLOCK, "{rows} rows are more than a band of {BLOCK}");
+    assert_eq!(values.len(), rows * cols, "values of {rows} x {cols}");
+    assert_eq!(codes.len(), rows * cols, "codes of {rows} x {cols}");
+    assert_eq!(scales.len(), cols.div_ceil(BLOCK), "scales of {cols} columns");
 }
 
 /// One band, block after block, so that the second look at a block finds it in a cache.
@@ -101,6 +125,30 @@ fn divide(row: &[f32], scale: f32, out: &mut [u8]) {
     for (value, out) in rest.iter().zip(rest_out) {
         *out = E4M3.code(*value / scale);
     }
+}
+
+/// [`deviation`], to be compiled for an instruction set.
+#[inline(always)]
+pub(super) fn measure(values: &[f32], cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
+    let mut found = Deviation::default();
+    for (block, scale) in scales.iter().enumerate() {
+        let columns = block * BLOCK..cols.min((block + 1) * BLOCK);
+        let mut lanes = Block::default();
+        for (row, codes) in values.chunks_exact(cols).zip(codes.chunks_exact(cols)) {
+            let (groups, rest) = row[columns.clone()].as_chunks::<COMPARED>();
+            let (group_codes, rest_codes) = codes[columns.clone()].as_chunks::<COMPARED>();
+            for (group, codes) in groups.iter().zip(group_codes) {
+                lanes.take(group, &codes.map(|code| E4M3.value(code) * scale));
+            }
+            // Lanes past the end compare a zero with a zero.
+            let (mut group, mut codes) = ([0.0; COMPARED], [0; COMPARED]);
+            group[..rest.len()].copy_from_slice(rest);
+            codes[..rest.len()].copy_from_slice(rest_codes);
+            lanes.take(&group, &codes.map(|code| E4M3.value(code) * scale));
+        }
+        found.add(lanes);
+    }
+    found
 }
 
 #[cfg(test)]

@@ -10,8 +10,14 @@
 //! |---|---|
 //! | `minifloat` | one value, rounded to a float of few bits |
 //! | [`fp8`] | E4M3 with a scale per block of 128 x 128 |
+//! | [`nvfp4`] | E2M1 with a scale per 16 values, and one per weight |
+//! | [`Deviation`] | how far the encoded weights are from the values |
 //! | `kernels` | the macro that compiles them once per instruction set |
 
+mod deviation;
 pub mod fp8;
 mod kernels;
 mod minifloat;
+pub mod nvfp4;
+
+pub use deviation::Deviation;
