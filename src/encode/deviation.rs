@@ -108,7 +108,7 @@ impl Sum {
     #[inline(always)]
     fn add(&mut self, number: f64) {
         let bits = number.to_bits();
-        let exponent = (bits >> 52) as i32;
+        let exponent = (bits >> 52) as i32 & 0x7FF;
         // The place of the lowest mantissa bit.
         let place = exponent - 1075 + 320;
         if place < -52 || exponent == 0x7FF {
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn what_is_no_square_counts_nothing() {
-        assert_eq!(sum(&[0.0, f64::NAN, f64::INFINITY, f64::MIN_POSITIVE]), Sum::default());
+        assert_eq!(sum(&[0.0, f64::NAN, -f64::NAN, f64::INFINITY, f64::MIN_POSITIVE]), Sum::default());
     }
 
     #[test]
