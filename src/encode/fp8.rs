@@ -138,17 +138,26 @@ pub(super) fn measure(values: &[f32], cols: usize, codes: &[u8], scales: &[f32])
             let (groups, rest) = row[columns.clone()].as_chunks::<COMPARED>();
             let (group_codes, rest_codes) = codes[columns.clone()].as_chunks::<COMPARED>();
             for (group, codes) in groups.iter().zip(group_codes) {
-                lanes.take(group, &codes.map(|code| E4M3.value(code) * scale));
+                lanes.take(group, &decode(codes, *scale));
             }
             // Lanes past the end compare a zero with a zero.
             let (mut group, mut codes) = ([0.0; COMPARED], [0; COMPARED]);
             group[..rest.len()].copy_from_slice(rest);
             codes[..rest.len()].copy_from_slice(rest_codes);
-            lanes.take(&group, &codes.map(|code| E4M3.value(code) * scale));
+            lanes.take(&group, &decode(&codes, *scale));
         }
         found.add(lanes);
     }
     found
+}
+
+#[inline(always)]
+fn decode(codes: &[u8; COMPARED], scale: f32) -> [f32; COMPARED] {
+    let mut decoded = [0.0; COMPARED];
+    for (decoded, code) in decoded.iter_mut().zip(codes) {
+        *decoded = E4M3.value(*code) * scale;
+    }
+    decoded
 }
 
 #[cfg(test)]

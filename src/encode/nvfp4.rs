@@ -154,67 +154,113 @@ fn magnitude(value: f32) -> u32 {
     value.to_bits() & 0x7FFF_FFFF
 }
 
+/// Blocks that are encoded together, so that their scales are computed side by side.
+const GROUP: usize = 16;
+
 /// Rows with [`BlockScale::Amax`]. Rows are whole blocks, so that their length does not matter.
 #[inline(always)]
 pub(super) fn encode(values: &[f32], weight_scale_2: f32, packed: &mut [u8], scales: &mut [u8]) {
-    let blocks = values.as_chunks::<BLOCK>().0;
-    for ((block, packed), scale) in blocks.iter().zip(packed.as_chunks_mut::<8>().0).zip(scales) {
-        *scale = scale_of(block, weight_scale_2);
-        *packed = pack(&codes(block, E4M3.value(*scale) * weight_scale_2));
+    let groups = values.chunks(GROUP * BLOCK).zip(packed.chunks_mut(GROUP * BLOCK / 2)).zip(scales.chunks_mut(GROUP));
+    for ((values, packed), scales) in groups {
+        let blocks = values.as_chunks::<BLOCK>().0;
+        let first = scales_of(blocks, weight_scale_2);
+        scales.copy_from_slice(&first[..scales.len()]);
+        let steps = steps(&first, weight_scale_2);
+        for ((block, packed), step) in blocks.iter().zip(packed.as_chunks_mut::<8>().0).zip(&steps) {
+            pack(&codes(block, *step), packed);
+        }
     }
 }
 
 /// Rows with [`BlockScale::Searched`].
 #[inline(always)]
 pub(super) fn search(values: &[f32], weight_scale_2: f32, packed: &mut [u8], scales: &mut [u8]) {
-    let blocks = values.as_chunks::<BLOCK>().0;
-    for ((block, packed), scale) in blocks.iter().zip(packed.as_chunks_mut::<8>().0).zip(scales) {
-        let first = scale_of(block, weight_scale_2);
-        *scale = first;
-        let mut best = codes(block, E4M3.value(first) * weight_scale_2);
-        let mut least = squared_error(block, weight_scale_2, first, &best);
-        for nudge in SEARCHED {
-            let other = (first as i32 + nudge).clamp(1, 0x7E) as u8;
-            let codes = codes(block, E4M3.value(other) * weight_scale_2);
-            let error = squared_error(block, weight_scale_2, other, &codes);
-            if error < least * BETTER {
-                (*scale, best, least) = (other, codes, error);
-            }
+    let groups = values.chunks(GROUP * BLOCK).zip(packed.chunks_mut(GROUP * BLOCK / 2)).zip(scales.chunks_mut(GROUP));
+    for ((values, packed), scales) in groups {
+        let blocks = values.as_chunks::<BLOCK>().0;
+        let first = scales_of(blocks, weight_scale_2);
+        for ((block, packed), (scale, first)) in
+            blocks.iter().zip(packed.as_chunks_mut::<8>().0).zip(scales.iter_mut().zip(&first))
+        {
+            *scale = best(block, weight_scale_2, *first);
+            pack(&codes(block, E4M3.value(*scale) * weight_scale_2), packed);
         }
-        *packed = pack(&best);
     }
 }
 
+/// The scale with the smallest squared error, among `first` and its neighbours.
 #[inline(always)]
-fn scale_of(block: &[f32; BLOCK], weight_scale_2: f32) -> u8 {
-    let amax = f32::from_bits(block.iter().fold(0, |largest, value| largest.max(magnitude(*value))));
-    let ratio = amax / (6.0 * weight_scale_2);
-    let scale = if ratio == 0.0 { 1.0 } else { ratio.max(E4M3.value(1)) };
-    E4M3.code(scale)
+fn best(block: &[f32; BLOCK], weight_scale_2: f32, first: u8) -> u8 {
+    let mut ratios = [0.0; BLOCK];
+    for (ratio, value) in ratios.iter_mut().zip(block) {
+        *ratio = value / weight_scale_2;
+    }
+    let mut best = first;
+    let mut least = squared_error(block, &ratios, weight_scale_2, first);
+    for nudge in SEARCHED {
+        let other = (first as i32 + nudge).clamp(1, 0x7E) as u8;
+        let error = squared_error(block, &ratios, weight_scale_2, other);
+        if error < least * BETTER {
+            (best, least) = (other, error);
+        }
+    }
+    best
+}
+
+/// The scales of at most [`GROUP`] blocks; past the last one they mean nothing.
+#[inline(always)]
+fn scales_of(blocks: &[[f32; BLOCK]], weight_scale_2: f32) -> [u8; GROUP] {
+    let mut largest = [0; GROUP];
+    for (largest, block) in largest.iter_mut().zip(blocks) {
+        for value in block {
+            *largest = magnitude(*value).max(*largest);
+        }
+    }
+    let mut scales = [0; GROUP];
+    for (scale, largest) in scales.iter_mut().zip(largest) {
+        let ratio = f32::from_bits(largest) / (6.0 * weight_scale_2);
+        *scale = E4M3.code(if ratio == 0.0 { 1.0 } else { ratio.max(E4M3.value(1)) });
+    }
+    scales
+}
+
+/// What the codes of blocks count.
+#[inline(always)]
+fn steps(scales: &[u8; GROUP], weight_scale_2: f32) -> [f32; GROUP] {
+    let mut steps = [0.0; GROUP];
+    for (step, scale) in steps.iter_mut().zip(scales) {
+        *step = E4M3.value(*scale) * weight_scale_2;
+    }
+    steps
 }
 
 #[inline(always)]
 fn codes(block: &[f32; BLOCK], step: f32) -> [u8; BLOCK] {
-    block.map(|value| E2M1.code(value / step))
-}
-
-#[inline(always)]
-fn pack(codes: &[u8; BLOCK]) -> [u8; 8] {
-    let mut packed = [0; 8];
-    for (byte, pair) in packed.iter_mut().zip(codes.as_chunks::<2>().0) {
-        *byte = pair[0] | pair[1] << 4;
+    let mut codes = [0; BLOCK];
+    for (code, value) in codes.iter_mut().zip(block) {
+        *code = E2M1.code(value / step);
     }
-    packed
+    codes
 }
 
-/// The sum of a block's squared errors in units of `weight_scale_2`, of which no value of a weight has more than 2688: a
-/// square neither overflows nor loses its last bits. `code * scale` is exact. Halves are added, then halves of those.
 #[inline(always)]
-fn squared_error(block: &[f32; BLOCK], weight_scale_2: f32, scale: u8, codes: &[u8; BLOCK]) -> f32 {
+fn pack(codes: &[u8; BLOCK], packed: &mut [u8; BLOCK / 2]) {
+    for (byte, pair) in packed.iter_mut().zip(codes.as_chunks::<2>().0) {
+        let pair = u16::from_le_bytes(*pair);
+        *byte = (pair | pair >> 4) as u8;
+    }
+}
+
+/// The sum of a block's squared errors with a scale, in units of `weight_scale_2`, of which `ratios` are the values. No value
+/// of a weight has more than 2688 of them: a square neither overflows nor loses its last bits. `code * scale` is exact.
+/// Halves are added, then halves of those.
+#[inline(always)]
+fn squared_error(block: &[f32; BLOCK], ratios: &[f32; BLOCK], weight_scale_2: f32, scale: u8) -> f32 {
     let scale = E4M3.value(scale);
+    let step = scale * weight_scale_2;
     let mut squares = [0.0; BLOCK];
     for lane in 0..BLOCK {
-        let error = block[lane] / weight_scale_2 - E2M1.value(codes[lane]) * scale;
+        let error = ratios[lane] - E2M1.value(E2M1.code(block[lane] / step)) * scale;
         squares[lane] = error * error;
     }
     let mut width = BLOCK;
@@ -231,12 +277,13 @@ fn squared_error(block: &[f32; BLOCK], weight_scale_2: f32, scale: u8, codes: &[
 #[inline(always)]
 pub(super) fn measure(values: &[f32], weight_scale_2: f32, packed: &[u8], scales: &[u8]) -> Deviation {
     let mut found = Deviation::default();
-    let blocks = values.as_chunks::<LANES>().0;
+    let blocks = values.as_chunks::<BLOCK>().0;
     for ((block, packed), scale) in blocks.iter().zip(packed.as_chunks::<8>().0).zip(scales) {
         let step = E4M3.value(*scale) * weight_scale_2;
+        let packed = u64::from_le_bytes(*packed);
         let mut decoded = [0.0; LANES];
-        for (pair, byte) in decoded.as_chunks_mut::<2>().0.iter_mut().zip(packed) {
-            *pair = [E2M1.value(byte & 15) * step, E2M1.value(byte >> 4) * step];
+        for (lane, decoded) in decoded.iter_mut().enumerate() {
+            *decoded = E2M1.value((packed >> (4 * lane)) as u8 & 15) * step;
         }
         let mut lanes = Block::default();
         lanes.take(block, &decoded);
