@@ -1,109 +1,245 @@
-//! E4M3 in blocks of 128 × 128 with one f32 scale each, as DeepSeek publishes its checkpoints.
+//! FP8 in blocks, as DeepSeek publishes it: E4M3 codes, and an `f32` `weight_scale_inv` per block of 128 x 128.
 //!
-//! ```text
-//! scale = max |v| / 448        byte = E4M3(v / scale), to nearest even, at most ±448
-//! value = byte * scale
-//! ```
-//!
-//! A block of zeros has scale 1. The maximum is over finite values; a NaN becomes E4M3's NaN, an infinity ±448.
+//! A block's scale is its largest magnitude over 448, and the code of a value is `value / scale`, rounded to E4M3; both
+//! divisions round to `f32`. That is DeepSeek's quantizer (`s = amax / 448; y = x / s`) in torch's arithmetic. Others
+//! multiply by a reciprocal, which rounds once more. Decoded, a weight is `code * scale`.
 
-/// Rows and columns of a block.
+use super::deviation::{Block, Deviation, LANES as COMPARED};
+use super::kernels;
+use super::minifloat::E4M3;
+use crate::dequant::Simd;
+
+/// Rows and columns of a block. The last ones of a weight may be shorter.
 pub const BLOCK: usize = 128;
-/// The largest number of E4M3.
-const LARGEST: f32 = 448.0;
-/// The byte of every NaN: which sign one has depends on the processor.
-const NAN: u8 = 0x7F;
 
-/// Encodes a band of at most 128 rows: `values` are `rows` × `cols`, row-major, `out` as many bytes. `scales` gets one for
-/// each 128 columns; the last block may be narrower.
+/// The largest magnitude of a code.
+pub const LARGEST: f32 = 448.0;
+
+/// Encodes a band: one row of blocks, at most 128 rows of `values`, row-major.
+///
+/// `out` gets a code per value, row-major; `scales` a scale per 128 columns, from the left.
+///
+/// - The scale of a block is never subnormal, which devices flush to zero: where `amax / 448` is, it is 2^-126.
+/// - A block of zeros has the scale 1. Zeros keep their sign.
+/// - Values that are not finite are for the caller to refuse. Here a NaN becomes a NaN, and the rest of its block is worth
+///   nothing.
 ///
 /// # Panics
 ///
-/// If a length is not what `rows` and `cols` demand, which is a programming error.
+/// If there are more than 128 rows, or a slice has not the length that `rows` and `cols` demand; these are programming
+/// errors.
 pub fn band(values: &[f32], rows: usize, cols: usize, out: &mut [u8], scales: &mut [f32]) {
-    assert!(rows <= BLOCK && values.len() == rows * cols && out.len() == values.len(), "{rows} rows of {cols}");
-    assert_eq!(scales.len(), cols.div_ceil(BLOCK), "a scale for each block of {cols} columns");
-    let mut largest = vec![0u32; scales.len()];
-    for row in values.chunks_exact(cols.max(1)) {
-        for (block, largest) in row.chunks(BLOCK).zip(&mut largest) {
-            *largest = block.iter().fold(*largest, |m, v| m.max(finite_magnitude(*v)));
+    band_on(Simd::detect(), values, rows, cols, out, scales);
+}
+
+/// As [`band`], on an instruction set, or the best that this CPU has where it lacks that. The bits are the same.
+///
+/// # Panics
+///
+/// As [`band`].
+pub fn band_on(simd: Simd, values: &[f32], rows: usize, cols: usize, out: &mut [u8], scales: &mut [f32]) {
+    check(values, rows, cols, out, scales);
+    kernels::fp8_band(simd, values, cols, out, scales);
+}
+
+/// How far an encoded band is from `values`. Arguments are as for [`band`].
+///
+/// # Panics
+///
+/// As [`band`].
+pub fn deviation(values: &[f32], rows: usize, cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
+    deviation_on(Simd::detect(), values, rows, cols, codes, scales)
+}
+
+/// As [`deviation`], on an instruction set, or the best that this CPU has where it lacks that. The bits are the same.
+///
+/// # Panics
+///
+/// As [`band`].
+pub fn deviation_on(simd: Simd, values: &[f32], rows: usize, cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
+    check(values, rows, cols, codes, scales);
+    kernels::fp8_deviation(simd, values, cols, codes, scales)
+}
+
+/// The value of a code, without its scale.
+pub fn value(code: u8) -> f32 {
+    E4M3.value(code)
+}
+
+fn check(values: &[f32], rows: usize, cols: usize, codes: &[u8], scales: &[f32]) {
+    assert!(rows <= BLOCK, "{rows} rows are more than a band of {BLOCK}");
+    assert_eq!(values.len(), rows * cols, "values of {rows} x {cols}");
+    assert_eq!(codes.len(), rows * cols, "codes of {rows} x {cols}");
+    assert_eq!(scales.len(), cols.div_ceil(BLOCK), "scales of {cols} columns");
+}
+
+/// One band, block after block, so that the second look at a block finds it in a cache.
+#[inline(always)]
+pub(super) fn encode(values: &[f32], cols: usize, out: &mut [u8], scales: &mut [f32]) {
+    for (block, scale) in scales.iter_mut().enumerate() {
+        let columns = block * BLOCK..cols.min((block + 1) * BLOCK);
+        let mut largest = [0; LANES];
+        for row in values.chunks_exact(cols) {
+            scan(&row[columns.clone()], &mut largest);
+        }
+        *scale = scale_of(largest);
+        for (row, out) in values.chunks_exact(cols).zip(out.chunks_exact_mut(cols)) {
+            divide(&row[columns.clone()], *scale, &mut out[columns.clone()]);
         }
     }
-    for (scale, largest) in scales.iter_mut().zip(&largest) {
-        let quotient = f32::from_bits(*largest) / LARGEST;
-        *scale = if quotient > 0.0 { quotient } else { 1.0 };
+}
+
+/// Maxima that are kept side by side, so that loops over them vectorise.
+const LANES: usize = 32;
+
+/// Raises `largest` to the magnitudes of a block's row. As integers, bits of magnitudes are in the order of the values.
+#[inline(always)]
+fn scan(row: &[f32], largest: &mut [u32; LANES]) {
+    let (groups, rest) = row.as_chunks::<LANES>();
+    for group in groups {
+        for (largest, value) in largest.iter_mut().zip(group) {
+            *largest = (*largest).max(value.to_bits() & 0x7FFF_FFFF);
+        }
     }
-    for (row, out) in values.chunks_exact(cols.max(1)).zip(out.chunks_exact_mut(cols.max(1))) {
-        for ((block, out), scale) in row.chunks(BLOCK).zip(out.chunks_mut(BLOCK)).zip(scales.iter()) {
-            for (value, out) in block.iter().zip(out) {
-                *out = e4m3(value / scale);
+    for (largest, value) in largest.iter_mut().zip(rest) {
+        *largest = (*largest).max(value.to_bits() & 0x7FFF_FFFF);
+    }
+}
+
+#[inline(always)]
+fn scale_of(largest: [u32; LANES]) -> f32 {
+    let amax = f32::from_bits(largest.into_iter().fold(0, u32::max));
+    if amax == 0.0 { 1.0 } else { (amax / LARGEST).max(f32::MIN_POSITIVE) }
+}
+
+/// The codes of a block's row.
+#[inline(always)]
+fn divide(row: &[f32], scale: f32, out: &mut [u8]) {
+    let (groups, rest) = row.as_chunks::<BLOCK>();
+    let (group_outs, rest_out) = out.as_chunks_mut::<BLOCK>();
+    for (group, out) in groups.iter().zip(group_outs) {
+        for (value, out) in group.iter().zip(out) {
+            *out = E4M3.code(*value / scale);
+        }
+    }
+    for (value, out) in rest.iter().zip(rest_out) {
+        *out = E4M3.code(*value / scale);
+    }
+}
+
+/// [`deviation`], to be compiled for an instruction set.
+#[inline(always)]
+pub(super) fn measure(values: &[f32], cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
+    let mut found = Deviation::default();
+    for (block, scale) in scales.iter().enumerate() {
+        let columns = block * BLOCK..cols.min((block + 1) * BLOCK);
+        let mut lanes = Block::default();
+        for (row, codes) in values.chunks_exact(cols).zip(codes.chunks_exact(cols)) {
+            let (groups, rest) = row[columns.clone()].as_chunks::<COMPARED>();
+            let (group_codes, rest_codes) = codes[columns.clone()].as_chunks::<COMPARED>();
+            for (group, codes) in groups.iter().zip(group_codes) {
+                lanes.take(group, &decode(codes, *scale));
             }
+            // Lanes past the end compare a zero with a zero.
+            let (mut group, mut codes) = ([0.0; COMPARED], [0; COMPARED]);
+            group[..rest.len()].copy_from_slice(rest);
+            codes[..rest.len()].copy_from_slice(rest_codes);
+            lanes.take(&group, &decode(&codes, *scale));
         }
+        found.add(lanes);
     }
+    found
 }
 
-/// The bits of a value's magnitude, 0 if it is not finite. Magnitudes compare as their bits do.
 #[inline(always)]
-fn finite_magnitude(value: f32) -> u32 {
-    let bits = value.to_bits() & 0x7FFF_FFFF;
-    if bits < 0x7F80_0000 { bits } else { 0 }
-}
-
-/// The nearest number of E4M3, of two equally near ones the even, and ±448 for all that is larger.
-#[inline(always)]
-fn e4m3(value: f32) -> u8 {
-    /// A float of this size has steps of 2^-9, those of E4M3's subnormal numbers.
-    const STEPS: f32 = 16_384.0;
-    /// The smallest normal number, 2^-6.
-    const SMALLEST_NORMAL: u32 = (127 - 6) << 23;
-    let sign = (value.to_bits() >> 24) as u8 & 0x80;
-    let magnitude = value.abs().min(LARGEST);
-    let bits = magnitude.to_bits();
-    let subnormal = (magnitude + STEPS).to_bits() - STEPS.to_bits();
-    let rounded = (bits + 0x7_FFFF + ((bits >> 20) & 1)) >> 20;
-    let normal = rounded.wrapping_sub((127 - 7) << 3);
-    let number = if bits < SMALLEST_NORMAL { subnormal } else { normal } as u8;
-    if value.is_nan() { NAN } else { sign | number }
+fn decode(codes: &[u8; COMPARED], scale: f32) -> [f32; COMPARED] {
+    let mut decoded = [0.0; COMPARED];
+    for (decoded, code) in decoded.iter_mut().zip(codes) {
+        *decoded = E4M3.value(*code) * scale;
+    }
+    decoded
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// What a byte stands for, by the definition of the format.
-    fn value(byte: u8) -> f32 {
-        let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
-        let magnitude = match exponent {
-            0 => mantissa / 8.0 * 2f32.powi(-6),
-            e => (1.0 + mantissa / 8.0) * 2f32.powi(e - 7),
+    /// Every level gives these codes and scales.
+    fn encoded(values: &[f32], rows: usize, cols: usize) -> (Vec<u8>, Vec<f32>) {
+        let mut all = Simd::available().into_iter().map(|simd| {
+            let (mut out, mut scales) = (vec![0xAA; rows * cols], vec![9.0; cols.div_ceil(BLOCK)]);
+            band_on(simd, values, rows, cols, &mut out, &mut scales);
+            (out, scales)
+        });
+        let first = all.next().unwrap();
+        all.for_each(|other| assert_eq!(other, first));
+        first
+    }
+
+    /// Values of many sizes, both signs.
+    fn sample(count: usize) -> Vec<f32> {
+        let mut state = 1u32;
+        let next = |_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let size = 2f32.powi((state >> 8) as i32 % 30 - 20);
+            (state as i32) as f32 / 2f32.powi(31) * size
         };
-        if byte & 0x80 != 0 { -magnitude } else { magnitude }
+        (0..count).map(next).collect()
     }
 
     #[test]
-    fn every_number_encodes_to_itself_and_every_midpoint_to_the_even_neighbour() {
-        for byte in 0..NAN {
-            assert_eq!((e4m3(value(byte)), e4m3(-value(byte))), (byte, byte | 0x80));
-            if byte < NAN - 1 {
-                let middle = (value(byte) + value(byte + 1)) / 2.0;
-                let (below, above) = (f32::from_bits(middle.to_bits() - 1), f32::from_bits(middle.to_bits() + 1));
-                assert_eq!((e4m3(below), e4m3(middle), e4m3(above)), (byte, byte + byte % 2, byte + 1));
+    fn blocks_have_their_own_scales_also_where_they_are_ragged() {
+        let (rows, cols) = (3, 300);
+        let values = sample(rows * cols);
+        let (out, scales) = encoded(&values, rows, cols);
+        for block in 0..3 {
+            let columns = 128 * block..cols.min(128 * (block + 1));
+            let cells: Vec<usize> =
+                (0..rows).flat_map(|row| columns.clone().map(move |col| row * cols + col)).collect();
+            let amax = cells.iter().fold(0f32, |amax, &cell| amax.max(values[cell].abs()));
+            assert_eq!(scales[block], amax / 448.0);
+            for cell in cells {
+                assert_eq!(out[cell], E4M3.code(values[cell] / scales[block]), "{cell}");
             }
         }
-        assert_eq!((e4m3(1e9), e4m3(f32::NEG_INFINITY), e4m3(-f32::NAN)), (0x7E, 0xFE, NAN));
     }
 
     #[test]
-    fn a_block_reaches_the_largest_number_and_a_ragged_one_has_its_own_scale() {
-        let (rows, cols) = (3, 130);
-        let mut values = vec![0.0f32; rows * cols];
-        (values[5], values[cols + 7], values[2 * cols + 129]) = (-896.0, 2.0, 0.5);
-        let (mut out, mut scales) = (vec![9; rows * cols], vec![0.0; 2]);
-        band(&values, rows, cols, &mut out, &mut scales);
-        assert_eq!(scales, [2.0, 0.5 / 448.0]);
-        assert_eq!((out[5], value(out[cols + 7]), value(out[2 * cols + 129])), (0xFE, 1.0, 448.0));
-        assert!(out.iter().filter(|b| **b != 0).count() == 3);
-        band(&[0.0; 4], 2, 2, &mut out[..4], &mut scales[..1]);
-        assert_eq!((&out[..4], scales[0]), (&[0; 4][..], 1.0));
+    fn the_largest_value_of_a_block_has_the_largest_code() {
+        for amax in [1.0, 0.1, 3e38, 1e-30, f32::MAX, 448.0 * f32::MIN_POSITIVE] {
+            assert_eq!(encoded(&[amax, -amax], 1, 2).0, [0x7E, 0xFE], "{amax:e}");
+        }
+    }
+
+    #[test]
+    fn zeros_have_the_scale_one_and_keep_their_sign() {
+        assert_eq!(encoded(&[0.0, -0.0], 1, 2), (vec![0, 0x80], vec![1.0]));
+    }
+
+    #[test]
+    fn scales_are_never_subnormal() {
+        let tiny = f32::MIN_POSITIVE;
+        assert_eq!(encoded(&[tiny, -tiny * 1.5, f32::from_bits(1)], 1, 3), (vec![0x38, 0xBC, 0], vec![tiny]));
+        assert_eq!(encoded(&[f32::from_bits(1)], 1, 1), (vec![0], vec![tiny]));
+    }
+
+    #[test]
+    fn what_is_not_finite_does_no_more_than_spoil_its_block() {
+        let mut values = sample(2 * 256);
+        values[0] = f32::NAN;
+        values[300] = f32::INFINITY;
+        values[128] = 1.0;
+        let (out, scales) = encoded(&values, 2, 256);
+        assert_eq!(out[0], 0x7F);
+        values[0] = 0.0;
+        values[300] = 0.0;
+        let clean = encoded(&values, 2, 256);
+        assert_eq!((scales[1], out[128]), (clean.1[1], clean.0[128]));
+    }
+
+    #[test]
+    fn an_empty_band_is_no_work() {
+        assert_eq!(encoded(&[], 0, 200), (vec![], vec![1.0, 1.0]));
+        assert_eq!(encoded(&[], 5, 0), (vec![], vec![]));
     }
 }

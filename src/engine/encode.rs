@@ -219,7 +219,7 @@ impl Context<'_> {
                 bytes.resize(band.len(), 0);
                 let known = scales.len();
                 scales.resize(known + taken.div_ceil(BLOCK as usize), 0.0);
-                fp8::band(band, height, taken, bytes, &mut scales[known..]);
+                fp8::band_on(self.simd, band, height, taken, bytes, &mut scales[known..]);
                 if !target.weights.is_empty() {
                     written += self.put_band(encoding.param, target, rows.start, &cols, bytes)?;
                 }
