@@ -1,7 +1,6 @@
 //! Encoders against numbers of an independent implementation (`tests/python/make_encode_fixtures.py`), against each other on
 //! every instruction set, and against what they promise.
 
-#[allow(dead_code)]
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
 
@@ -160,8 +159,8 @@ fn nvfp4_is_what_an_independent_encoder_gives() {
 #[test]
 fn every_code_has_its_value() {
     // NaN as one.
-    let classes =
-        |values: &[f32]| values.iter().map(|x| x.is_nan().then_some(0).unwrap_or(x.to_bits())).collect::<Vec<_>>();
+    let class = |x: &f32| if x.is_nan() { 0 } else { x.to_bits() };
+    let classes = |values: &[f32]| values.iter().map(class).collect::<Vec<_>>();
     let e4m3 = classes(&Cases::read("fp8.safetensors").f32s("all codes"));
     assert_eq!(classes(&(0..=255).map(fp8::value).collect::<Vec<_>>()), e4m3);
     assert_eq!(classes(&(0..=255).map(nvfp4::scale_value).collect::<Vec<_>>()), e4m3);

@@ -1,7 +1,6 @@
-//! The CUDA kernels, compiled by the host's C++ compiler and run on the CPU, against the Rust decoders and
-//! encoders. No GPU is needed.
+//! The CUDA kernels, compiled by the host's C++ compiler and run on the CPU, against the Rust decoders
+//! and encoders. No GPU is needed.
 
-#[allow(dead_code)]
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
 #[path = "common/golden.rs"]

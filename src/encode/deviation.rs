@@ -117,15 +117,18 @@ impl Sum {
         let mantissa = (bits & ((1 << 52) - 1) | 1 << 52) >> (-place).max(0);
         let place = place.max(0) as usize;
         let wide = (mantissa as u128) << (place % 64);
-        let mut limb = place / 64;
-        let (low, carry) = self.0[limb].overflowing_add(wide as u64);
-        self.0[limb] = low;
-        let mut rest = (wide >> 64) as u64 + carry as u64;
+        self.add_at(place / 64, wide as u64);
+        self.add_at(place / 64 + 1, (wide >> 64) as u64);
+    }
+
+    /// Adds to a limb, and carries to those above.
+    #[inline(always)]
+    fn add_at(&mut self, limb: usize, count: u64) {
+        let (mut limb, mut rest) = (limb, count);
         while rest != 0 {
-            limb += 1;
             let (sum, carry) = self.0[limb].overflowing_add(rest);
             self.0[limb] = sum;
-            rest = carry as u64;
+            (limb, rest) = (limb + 1, carry as u64);
         }
     }
 
@@ -138,11 +141,8 @@ impl Sum {
 
 impl AddAssign for Sum {
     fn add_assign(&mut self, other: Sum) {
-        let mut carry = false;
-        for (limb, more) in self.0.iter_mut().zip(other.0) {
-            let (sum, first) = limb.overflowing_add(more);
-            let (sum, second) = sum.overflowing_add(carry as u64);
-            (*limb, carry) = (sum, first | second);
+        for (limb, count) in other.0.into_iter().enumerate() {
+            self.add_at(limb, count);
         }
     }
 }

@@ -24,7 +24,7 @@ fn samples() -> Vec<Vec<f32>> {
     let middles = codes.flat_map(|[low, high]| [low, (low + high) / 2.0]);
     let mut ties: Vec<f32> = middles.flat_map(|x| [x, -x, x.next_up(), x.next_down()]).collect();
     ties.extend([448.0, -448.0]);
-    vec![plain, sizes, spread, hard, sorted, ties, vec![0.0, -0.0, 0.0, 0.0].repeat(16), vec![f32::from_bits(1); 32]]
+    vec![plain, sizes, spread, hard, sorted, ties, [0.0, -0.0, 0.0, 0.0].repeat(16), vec![f32::from_bits(1); 32]]
 }
 
 /// Bands of several shapes.
