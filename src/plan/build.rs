@@ -285,6 +285,7 @@ impl Plan {
             let found = format!("profile '{name}' makes no parameter of this file{why}");
             return refused(found, "Choose another profile, or another --mtp");
         }
+        self.refuse_vain_policy(set)?;
         let stacked = self.params.iter().any(|p| matches!(p.content, Content::Stacked { .. }));
         if self.expert_parallel && !stacked {
             let found = format!("--ep has no effect: under profile '{name}' the model has no stacked experts");

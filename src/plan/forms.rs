@@ -108,6 +108,27 @@ impl Plan {
         Ok(format)
     }
 
+    /// A policy that says nothing about the model, and a choice about kept blocks where none are to be kept.
+    pub(super) fn refuse_vain_policy(&self, set: &GgufSet) -> Result<()> {
+        let rules = self.forms.iter().flat_map(|policy| &policy.rules.rules);
+        let refused = |found: String, remedy: &str| Err(Fault::new(found).file(set.path()).remedy(remedy).layout());
+        if self.keep_or.is_some() && !rules.into_iter().any(|rule| rule.dtype == Format::Keep) {
+            return refused(
+                "--keep-or has no effect: no policy keeps blocks".into(),
+                "Leave it out, or choose --dtype keep",
+            );
+        }
+        let Some(policy) = &self.forms else { return Ok(()) };
+        if self.model.weights.iter().any(|weight| policy.format(weight, self.types(weight)).is_some()) {
+            return Ok(());
+        }
+        let found = format!("policy '{}' has no rule for any weight of this model", policy.rules.name);
+        refused(
+            found,
+            "Leave it out, or write a policy with the names that `ggshard plan --json` shows under profile hf",
+        )
+    }
+
     /// The stack loads the form, and the weight can have it.
     fn check_form(&self, set: &GgufSet, weight: &Weight, format: Format) -> Result<()> {
         let fault = |found: String| Fault::new(found).file(set.path()).tensor(&weight.name);

@@ -199,6 +199,8 @@ def test_what_the_stack_cannot_load_is_refused(tmp_path):
     ]:
         policy.write_text(f'name = "p"\nabout = "x"\n[[rule]]\n{rule}\n')
         assert why in refused("plan", GLM, "--tp", 1, "--policy", policy, "--profile", "vllm-0.32")
+    assert "no rule for any weight" in refused("plan", GLM, "--tp", 1, "--mapping", "raw", "--dtype", "fp8")
+    assert "no effect" in refused("plan", GLM, "--tp", 1, "--keep-or", "bf16")
     assert "--policy" in refused("plan", GLM, "--tp", 1, "--dtype", "fp8", "--policy", "deepseek-fp8")
 
 
@@ -237,6 +239,16 @@ def test_bytes_depend_on_no_choice_of_how(converted, tmp_path):
         assert {p.name: p.read_bytes() for p in out.glob("*.safetensors")} == expected, flags
 
 
+@pytest.mark.parametrize("choices", [("--ep",), ("--pp", 2), ("--mtp", "drop"), ("--ep", "--tp", 4)])
+def test_other_choices_go_together_with_fp8(choices, tmp_path):
+    tp = () if "--tp" in choices else ("--tp", 2)
+    done = run("convert", GLM, tmp_path / "out", *tp, "--dtype", "fp8", "--profile", "vllm-0.32", *choices)
+    # Whole experts need no cut, but attention and dense blocks do.
+    assert done.returncode == (1 if "--tp" in choices else 0), done.stderr
+    if not done.returncode:
+        ok("verify", tmp_path / "out", "--source", GLM)
+
+
 def test_each_source_byte_is_fetched_once(tmp_path):
     report = json.loads(ok("convert", DEEPSEEK, tmp_path / "out", "--tp", 2, "--dtype", "fp8", "--track-reads", "--json"))
     assert report["repeated_bytes"] == 0
@@ -263,6 +275,46 @@ def test_small_parts_and_ranks_one_by_one_give_the_same(converted, tmp_path):
     assert other.returncode == 0
     line = refused("convert", GLM, tmp_path / "two", "--tp", 2, "--part-size", "200k", "--ranks", 1, "--resume")
     assert "policy" in line, line
+
+
+def deviations(folder):
+    """{(file, tensor): deviation} by the manifest."""
+    manifest = json.loads((folder / "ggshard.json").read_text())
+    listed = [(file["name"], tensor) for file in manifest["files"] for tensor in file["tensors"]]
+    return {(file, tensor["name"]): tensor.get("deviation") for file, tensor in listed}
+
+
+def test_the_manifest_says_how_far_each_tensor_is_from_the_source(converted):
+    folder = converted(DEEPSEEK, "--tp", 2, "--dtype", "fp8")
+    direct = converted(DEEPSEEK, "--tp", 2, "--dtype", "f32")
+    found = deviations(folder)
+    for rank in range(2):
+        held, truth = tensors(folder, rank), tensors(direct, rank)
+        for name, array in held.items():
+            deviation = found[f"model-rank-{rank}-part-0.safetensors", name]
+            if array.dtype != NUMPY["F8_E4M3"]:
+                assert deviation is None
+                continue
+            scales = np.repeat(np.repeat(held[f"{name}_scale_inv"], BLOCK, 0), BLOCK, 1)[:array.shape[0], :array.shape[1]]
+            error = truth[name].astype(np.float64) - (array.astype(np.float32) * scales)
+            rms = np.sqrt((error**2).sum() / (truth[name].astype(np.float64) ** 2).sum())
+            np.testing.assert_allclose(deviation["relative_rms"], rms, rtol=1e-3)
+            np.testing.assert_allclose(deviation["largest_error"], np.abs(error).max(), rtol=1e-3)
+
+
+def test_the_worst_are_reported_and_a_limit_fails(converted, tmp_path):
+    report = json.loads(ok("convert", GLM, tmp_path / "out", "--tp", 1, "--dtype", "fp8", "--json"))
+    worst = [found["relative_rms"] for found in report["worst"]]
+    assert len(worst) == 10 and worst == sorted(worst, reverse=True) and 0.01 < worst[0] < 0.05
+    assert worst[0] == max(d["relative_rms"] for d in deviations(tmp_path / "out").values() if d)
+    shown = ok("convert", GLM, tmp_path / "again", "--tp", 1, "--dtype", "fp8", "--max-error", worst[0])
+    assert f"error      {worst[0]} relative RMS" in shown
+    line = refused("convert", GLM, tmp_path / "limit", "--tp", 1, "--dtype", "fp8", "--max-error", worst[-1])
+    assert f"at most {worst[-1]}" in line and report["worst"][0]["tensor"] in line
+    # No checkpoint, but what was made need not be made again.
+    assert not (tmp_path / "limit" / "ggshard.json").exists()
+    again = json.loads(ok("convert", GLM, tmp_path / "limit", "--tp", 1, "--dtype", "fp8", "--resume", "--json"))
+    assert again["kept_files"] == again["files"] and again["worst"] == report["worst"]
 
 
 # Kept blocks.

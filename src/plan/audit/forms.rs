@@ -2,6 +2,7 @@
 
 use super::fault;
 use super::holding::{Holding, holdings};
+use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::gguf::GgmlType;
 use crate::mapping::{Content, Format, Matrix, Part, PinnedDtype, Weight};
@@ -65,13 +66,16 @@ fn kept(plan: &Plan, param: &Param) -> Option<GgmlType> {
     let mut types = weights().flat_map(|w| &w.recipe.parts).map(|part| plan.sources[part.source as usize].ty);
     let ty = types.next().filter(|ty| ty.block() > 1 && types.all(|other| other == *ty))?;
     let moved = |part: &Part| {
-        !part.transpose && part.op.is_identity() && part.cols % ty.block() == 0 && part.start % part.cols.max(1) == 0
+        !part.transpose
+            && part.op.is_identity()
+            && part.cols.is_multiple_of(ty.block())
+            && part.start.is_multiple_of(part.cols.max(1))
     };
     let vocab = plan.profile.rules.vocab.multiple;
     let on_blocks = |part: &Holding<'_>| {
         let first = part.in_weight(0, 0, vocab).1;
         let ends = [first, first + part.real.cols];
-        part.real == part.padded && ends.iter().all(|col| col % ty.block() == 0)
+        part.real == part.padded && ends.iter().all(|col| col.is_multiple_of(ty.block()))
     };
     let ranks = 0..param.slices.len() as u64;
     let held = |rank: u64| holdings(plan, param, rank).is_some_and(|parts| parts.iter().all(on_blocks));
@@ -117,6 +121,12 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
         };
     }
     let (first, weights) = (format(plan, param), param.content.weights());
+    // Under `raw`, numbers that are no weights stay what they are.
+    let mut sources = weights.iter().flat_map(|w| &plan.model.weights[*w as usize].recipe.parts);
+    let numbers = |ty: GgmlType| !matches!(Dtype::parse(ty.name()), None | Some(Dtype::F32 | Dtype::F16 | Dtype::BF16));
+    if plan.model.verbatim && sources.any(|part| numbers(plan.sources[part.source as usize].ty)) {
+        return Ok(());
+    }
     let other = weights.iter().map(|w| &plan.model.weights[*w as usize]).find(|w| of_weight(plan, w) != first);
     if let Some(other) = other {
         let found = format!("the policy gives weight '{}' another form", other.name);
@@ -170,7 +180,7 @@ fn linked(plan: &Plan, index: usize, scales: u32) -> Result<()> {
         return Err(fault(param, 0, format!("its scales are parameter {scales}, which does not exist")).audit());
     };
     let wrong = |rank: usize, found: String| Err(fault(held, rank, found).audit());
-    if held.form != (Form::Scales { of: index as u32 }) || held.dtype != crate::dtype::Dtype::F32 {
+    if held.form != (Form::Scales { of: index as u32 }) || held.dtype != Dtype::F32 {
         return wrong(0, format!("the scales of '{}' are {:?} in {}", param.name, held.form, held.dtype));
     }
     if held.name.strip_suffix("_scale_inv") != Some(param.name.as_str()) {

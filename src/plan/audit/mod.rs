@@ -53,8 +53,9 @@ pub fn audit(plan: &Plan) -> Result<AuditReport> {
 fn pieces<'a>(plan: &'a Plan, param: &Param, slice: &Slice) -> Option<Cow<'a, [Piece]>> {
     let planned = plan.pieces_of(slice);
     let Some(ty) = param.form.blocks() else { return Some(Cow::Borrowed(planned)) };
-    let elements =
-        |bytes: u64| Some(bytes.checked_div(ty.block_bytes())? * ty.block()).filter(|_| bytes % ty.block_bytes() == 0);
+    let elements = |bytes: u64| {
+        Some(bytes.checked_div(ty.block_bytes())? * ty.block()).filter(|_| bytes.is_multiple_of(ty.block_bytes()))
+    };
     let in_elements = |piece: &Piece| {
         let origin = match piece.origin {
             Origin::Source(region) => {
@@ -73,7 +74,7 @@ fn in_elements(param: &Param, axes: &[u64]) -> Vec<u64> {
     let mut axes = axes.to_vec();
     if let (Some(ty), Some(last)) = (param.form.blocks(), axes.last_mut()) {
         // Part of a block makes the shape one that no rule gives.
-        *last = if *last % ty.block_bytes() == 0 { *last / ty.block_bytes() * ty.block() } else { u64::MAX };
+        *last = if last.is_multiple_of(ty.block_bytes()) { *last / ty.block_bytes() * ty.block() } else { u64::MAX };
     }
     axes
 }
