@@ -43,6 +43,7 @@ fn write_file(dir: &Path, name: &str, rank: Option<u32>, tensors: Shapes<'_>) ->
         dtype: t.dtype,
         shape: t.shape,
         offsets: t.offsets,
+        deviation: None,
     };
     FileEntry {
         name: name.into(),

@@ -206,6 +206,9 @@ pub struct Convert {
     /// Let NaN, infinite and overflowing values through; they are counted in the manifest.
     #[arg(long)]
     pub allow_nonfinite: bool,
+    /// Fail if the relative RMS error of an encoded tensor is larger, as in 0.03. Finished files stay for --resume.
+    #[arg(long, value_name = "X", value_parser = max_rms)]
+    pub max_error: Option<f64>,
     /// The model's own config.json, or a folder that holds it (its tokenizer files are copied as well). It is checked against
     /// the GGUF. Default: derived from the GGUF.
     #[arg(long, value_name = "FILE|DIR")]

@@ -11,6 +11,7 @@ use ggshard::check;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet, OpenOptions};
+use ggshard::output::{Deviating, Deviation};
 use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
@@ -152,6 +153,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         buffer_bytes: args.mem_limit,
         allow_nonfinite: args.allow_nonfinite,
+        max_error: args.max_error,
         track_reads: args.track_reads,
         hash_source: args.hash_source,
         device: args.device.clone(),
@@ -182,6 +184,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     } else {
         let summary = plan.summary(&mapping.chosen, false);
         let notes: String = extras.notes.iter().map(|note| format!("note       {note}\n")).collect();
+        let worst: String = report.worst.tensors().iter().map(deviation).collect();
         let kept = match report.kept_files {
             0 => String::new(),
             n => format!(" ({n} of them finished before)"),
@@ -192,7 +195,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
             false => format!("unsealed   when all ranks are made: ggshard seal {}\n", args.output.display()),
         };
         print(&format!(
-            "{}{notes}written    {} tensors in {} files{kept}, {} bytes, from {} bytes of source\n{end}",
+            "{}{notes}{worst}written    {} tensors in {} files{kept}, {} bytes, from {} bytes of source\n{end}",
             summary.render(),
             report.tensors,
             report.files,
@@ -201,6 +204,12 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A line about an encoded tensor.
+fn deviation(found: &Deviating) -> String {
+    let Deviating { tensor, file, deviation: Deviation { relative_rms, largest_error } } = found;
+    format!("error      {relative_rms} relative RMS, at most {largest_error}: {tensor} ({file})\n")
 }
 
 fn seal(args: &Seal) -> Result<ExitCode> {

@@ -221,6 +221,8 @@ impl Context<'_> {
                 scales.resize(known + taken.div_ceil(BLOCK as usize), 0.0);
                 fp8::band_on(self.simd, band, height, taken, bytes, &mut scales[known..]);
                 if !target.weights.is_empty() {
+                    let found = fp8::deviation_on(self.simd, band, height, taken, bytes, &scales[known..]);
+                    self.sink.deviate(encoding.param, &target.weights, &found);
                     written += self.put_band(encoding.param, target, rows.start, &cols, bytes)?;
                 }
             }

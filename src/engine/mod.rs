@@ -26,6 +26,7 @@ pub use run::{Engine, Options, Outcome};
 use std::ops::Range;
 
 use crate::dequant::Nonfinite;
+use crate::encode::Deviation;
 use crate::error::Result;
 
 /// Sees which bytes of the source are needed, before they are read.
@@ -48,6 +49,10 @@ pub trait Sink: Sync {
     /// Told of values that are not finite, before `put` brings them: so many more are in the slice that each of `ranks`
     /// holds of parameter `param`.
     fn note(&self, _param: u32, _ranks: &[u32], _found: Nonfinite) {}
+
+    /// Told how far encoded bytes are from the values, before `put` brings them: that much more of the slice that each of
+    /// `ranks` holds of parameter `param`.
+    fn deviate(&self, _param: u32, _ranks: &[u32], _found: &Deviation) {}
 
     /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.
     fn stop(&self) {}

@@ -35,6 +35,8 @@ pub struct Options {
     pub readahead: u64,
     /// Whether NaN, infinities and overflows are let through (and counted).
     pub allow_nonfinite: bool,
+    /// The largest relative RMS error of an encoded tensor with which a conversion ends well.
+    pub max_error: Option<f64>,
     /// Remember every fetched range, to prove that none was fetched twice.
     pub track_reads: bool,
     /// What decodes.
@@ -89,6 +91,7 @@ impl Default for Options {
             buffer_bytes: 128 << 20,
             readahead: 64 << 20,
             allow_nonfinite: false,
+            max_error: None,
             track_reads: false,
             device: Device::default(),
             simd: Simd::detect(),

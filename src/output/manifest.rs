@@ -10,6 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
+use crate::output::deviation::Deviation;
 use crate::output::digest::Digest;
 use crate::output::filename;
 use crate::regular;
@@ -265,6 +266,9 @@ pub struct TensorEntry {
     pub offsets: (u64, u64),
     /// BLAKE3 of the tensor's bytes.
     pub blake3: Digest,
+    /// How far it is from the decoded source, if it is encoded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deviation: Option<Deviation>,
 }
 
 /// A file beside the weights: `config.json`, the index, the tokenizer.

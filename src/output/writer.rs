@@ -10,6 +10,7 @@ use super::manifest::{FileEntry, TensorEntry};
 use super::work::Counted;
 use super::{Digest, SafetensorsHeader, TreeHash};
 use crate::dequant::Nonfinite;
+use crate::encode;
 use crate::engine::Sink;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::Set;
@@ -31,6 +32,8 @@ pub struct Writer<'a> {
     metadata: BTreeMap<String, String>,
     /// Values that are not finite, by parameter and rank.
     nonfinite: Mutex<BTreeMap<(u32, u32), Nonfinite>>,
+    /// How far encoded tensors of unfinished files are from the source, by parameter and rank.
+    deviations: Mutex<BTreeMap<(u32, u32), encode::Deviation>>,
     /// Tensors that have begun to arrive, by (parameter, first of the ranks that hold it).
     tensors: Mutex<HashMap<(u32, u32), Arc<TensorHash>>>,
     /// Digests of complete slices, `tp` for each parameter.
@@ -97,6 +100,7 @@ impl<'a> Writer<'a> {
             direct,
             metadata,
             nonfinite: Mutex::default(),
+            deviations: Mutex::default(),
             tensors: Mutex::default(),
             digests,
         })
@@ -158,6 +162,7 @@ impl<'a> Writer<'a> {
             shape: slice.shape.axes().to_vec(),
             offsets: (slice.offset, slice.offset + bytes),
             blake3,
+            deviation: lock(&self.deviations).remove(&(index, rank)).map(Into::into),
         })
     }
 
@@ -231,6 +236,11 @@ impl Sink for Writer<'_> {
             self.write(file, file.header_bytes + slice.offset + offset, bytes)?;
         }
         Ok(())
+    }
+
+    fn deviate(&self, param: u32, ranks: &[u32], found: &encode::Deviation) {
+        let mut deviations = lock(&self.deviations);
+        ranks.iter().for_each(|rank| *deviations.entry((param, *rank)).or_default() += *found);
     }
 
     fn note(&self, param: u32, ranks: &[u32], found: Nonfinite) {

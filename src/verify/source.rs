@@ -93,6 +93,9 @@ impl Source {
         let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
         let engine = Engine::new(plan, set, engine_options).observed(observer);
         let outcome = engine.run(&comparer, &|bytes| progress(Step::Bytes(bytes)))?;
+        for finding in comparer.deviations(manifest) {
+            report.push(finding);
+        }
         comparer.finish(report)?;
         if let Some(hasher) = hasher {
             check_digests(&hasher.finish(options.threads, options.cancel.as_deref())?, manifest, report);
