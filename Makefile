@@ -6,6 +6,7 @@
 # make test-transformers   logits from converted folders; downloads several GB, and needs GGSHARD_CORPUS
 # make test-vllm    tokens of a real vLLM from converted folders and from GGUFs; downloads several GB, and needs GGSHARD_CORPUS for most of it
 # make test-ray     deploy/ray/convert.py on a real Ray; downloads some 100 MB
+# make test-nvfp4  the error of nvfp4 next to that of a public quantizer (MLX); downloads some 100 MB
 # make test-crash         every fault at every point of a conversion, a few minutes; as root also full and read-only disks
 # make bench-peers        conversions and decoders next to what people use, with packages of PyPI; half an hour, on a quiet machine
 # make bench-evidence     conversions next to what the machine can do; some minutes
@@ -23,6 +24,7 @@ TORCH  := .venv-transformers
 VLLM   := .venv-vllm
 PEERS  := .venv-peers
 RAY    := .venv-ray
+MLX    := .venv-mlx
 NVRTC  := .venv-kernels
 
 # The package as `make wheel` left it.
@@ -31,7 +33,7 @@ WHEEL = --quiet --disable-pip-version-check --no-deps --force-reinstall $(TARGET
 EXAMPLE_MODEL  := fixtures/models/glm_moe_dsa-UD-IQ2_XXS.gguf
 EXAMPLE_FOLDER := $(TARGET)/example
 
-.PHONY: help build kernels test test-format test-lints test-rust test-kernels test-python test-package wheel test-docs test-transformers test-vllm test-ray test-crash test-browser bench-peers bench-evidence example clean
+.PHONY: help build kernels test test-format test-lints test-rust test-kernels test-python test-package wheel test-docs test-transformers test-vllm test-ray test-nvfp4 test-crash test-browser bench-peers bench-evidence example clean
 .NOTPARALLEL:
 
 help:
@@ -91,6 +93,9 @@ test-ray: $(if $(GGSHARD),,build) $(RAY)/.installed
 	mkdir -p $(TARGET)
 	GGSHARD_BIN=$(or $(GGSHARD),$(TARGET)/release/ggshard) nice $(RAY)/bin/python -B -m pytest tests/ray -rsP -p no:cacheprovider --basetemp=$(TARGET)/pytest-ray
 
+test-nvfp4: $(MLX)/.installed
+	$(MLX)/bin/python -B tests/nvfp4/compare.py
+
 test-crash: build
 	$(PYTHON) -B tests/crash/harness.py --bin $(TARGET)/release/ggshard
 
@@ -116,9 +121,10 @@ example: build
 $(VENV)/.installed: tests/python/requirements.txt
 $(TORCH)/.installed: tests/transformers/requirements.txt
 $(RAY)/.installed: tests/ray/requirements.txt
+$(MLX)/.installed: tests/nvfp4/requirements.txt
 $(PEERS)/.installed: benches/peers/requirements.txt
 $(NVRTC)/.installed: kernels/requirements.txt
-$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed $(PEERS)/.installed $(NVRTC)/.installed:
+$(VENV)/.installed $(TORCH)/.installed $(RAY)/.installed $(MLX)/.installed $(PEERS)/.installed $(NVRTC)/.installed:
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
@@ -138,4 +144,4 @@ $(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt
 
 clean:
 	$(CARGO) clean
-	rm -rf $(VENV) $(TORCH) $(VLLM) $(PEERS) $(RAY) $(NVRTC)
+	rm -rf $(VENV) $(TORCH) $(VLLM) $(PEERS) $(RAY) $(MLX) $(NVRTC)

@@ -26,6 +26,7 @@ static thread_local unsigned accesses[17];
 static void atomicAdd(unsigned long long *counter, unsigned long long count) { *counter += count; }
 
 #include "dequant.cu"
+#include "encode.cuh"
 
 // Weights 8 * group to 8 * group + 8 of a block. Gives the number of misaligned accesses, or -1 for an unknown type.
 extern "C" int host_dq8(const char *type, const u8 *block, u32 group, float *out) {
@@ -100,4 +101,48 @@ extern "C" void host_layout(u32 *at) {
 extern "C" void host_shape(u32 *threads, u32 *rounds) {
     *threads = THREADS;
     *rounds = ROUNDS;
+}
+
+// A band of at most 128 rows in fp8: codes, and a scale per 128 columns.
+extern "C" void host_fp8(const float *values, u64 rows, u64 cols, u8 *codes, float *scales) {
+    for (u64 start = 0; start < cols; start += 128) {
+        const u64 end = start + 128 < cols ? start + 128 : cols;
+        u32 largest = 0;
+        for (u64 row = 0; row < rows; row++) {
+            for (u64 col = start; col < end; col++) {
+                largest = raise(largest, values[row * cols + col]);
+            }
+        }
+        const float scale = scales[start / 128] = fp8_scale(largest);
+        for (u64 row = 0; row < rows; row++) {
+            u64 at = row * cols + start;
+            const u64 stop = row * cols + end;
+            for (; at + 8 <= stop; at += 8) {
+                u32 words[2];
+                fp8_codes(values + at, scale, words);
+                std::memcpy(codes + at, words, sizeof words);
+            }
+            for (; at < stop; at++) {
+                codes[at] = static_cast<u8>(fp8_code(values[at], scale));
+            }
+        }
+    }
+}
+
+// Blocks of sixteen values in nvfp4.
+extern "C" void host_nvfp4(const float *values, u64 blocks, float scale_2, int searched, u8 *packed, u8 *scales) {
+    for (u64 i = 0; i < blocks; i++) {
+        const Sixteen block = (searched ? nvfp4_searched : nvfp4_block)(values + 16 * i, scale_2);
+        std::memcpy(packed + 8 * i, block.words, sizeof block.words);
+        scales[i] = static_cast<u8>(block.scale);
+    }
+}
+
+// The weight_scale_2 of some values.
+extern "C" float host_nvfp4_scale_2(const float *values, u64 count) {
+    u32 largest = 0;
+    for (u64 i = 0; i < count; i++) {
+        largest = raise(largest, values[i]);
+    }
+    return nvfp4_scale_2(largest);
 }

@@ -7,6 +7,7 @@ pub mod convert;
 pub mod cuda;
 pub mod dequant;
 pub mod dtype;
+pub mod encode;
 pub mod engine;
 pub mod error;
 pub mod gguf;

@@ -1,4 +1,5 @@
-//! The CUDA kernels, compiled by the host's C++ compiler and run on the CPU, against the Rust decoders. No GPU is needed.
+//! The CUDA kernels, compiled by the host's C++ compiler and run on the CPU, against the Rust decoders
+//! and encoders. No GPU is needed.
 
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
@@ -7,6 +8,8 @@ mod golden;
 
 #[path = "kernels/checks.rs"]
 mod checks;
+#[path = "kernels/encoders.rs"]
+mod encoders;
 #[path = "kernels/library.rs"]
 mod library;
 #[path = "kernels/memory.rs"]
@@ -39,6 +42,16 @@ fn outputs_and_counts_are_those_of_the_rust_converters() {
 #[test]
 fn rectangles_go_where_they_belong_and_nowhere_else() {
     checks::rectangles(&LIBRARY, 1, 3000);
+}
+
+#[test]
+fn fp8_has_the_bits_of_the_rust_encoder() {
+    encoders::fp8_bands(&LIBRARY);
+}
+
+#[test]
+fn nvfp4_has_the_bits_of_the_rust_encoder() {
+    encoders::nvfp4_blocks(&LIBRARY);
 }
 
 /// Types with a decoder, and no others, have a kernel, with the blocks of the type table.

@@ -16,7 +16,10 @@ use crate::errors::raise;
 use crate::json::to_dict;
 use crate::watch;
 
-/// The output type of that name.
+/// Output types of files that are no float types; there is an output policy behind each.
+const POLICIES: [&str; 2] = ["fp8", "keep"];
+
+/// The float type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
     match name.to_ascii_lowercase().as_str() {
         "bf16" => Ok(FloatType::BF16),
@@ -52,6 +55,8 @@ pub struct Choices {
     profile: String,
     mapping: Option<String>,
     dtype: String,
+    policy: Option<String>,
+    keep_or: Option<String>,
     mtp: String,
     ep: bool,
     pp: u32,
@@ -67,18 +72,24 @@ impl Choices {
             return Err(PyValueError::new_err("tp and pp are at least 1"));
         }
         let stage_layers = self.pp_layers.unwrap_or_default();
-        Ok(Request {
+        let dtype = self.dtype.to_ascii_lowercase();
+        if !POLICIES.contains(&dtype.as_str()) {
+            float_type(&dtype)?;
+        }
+        let request = Request {
             mapping: self.mapping,
             profile: self.profile,
             tp: self.tp,
-            dtype: float_type(&self.dtype)?,
+            keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
             mtp: mtp_policy(&self.mtp)?,
             part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
             pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },
             stage_layers,
             expert_parallel: self.ep,
             moe_pad: self.moe_pad,
-        })
+            ..Request::default()
+        };
+        request.typed(&dtype, self.policy).map_err(raise)
     }
 }
 

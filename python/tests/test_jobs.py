@@ -36,6 +36,11 @@ def test_choices_reach_the_plan():
     assert ggshard.plan(GLM, tp=2, profile="vllm-0.32-cpu", ep=True)["expert_parallel"]
     assert ggshard.plan(GLM, tp=1, profile="vllm-0.32-cpu", pp=2)["pp"] == 2
     assert ggshard.plan(GLM, tp=1, mapping="raw")["mapping"]["name"] == "raw"
+    assert ggshard.plan(GLM, tp=1, dtype="fp8")["policy"]["name"] == "deepseek-fp8"
+    kept = ggshard.plan(DEEPSEEK, tp=2, policy="keep", keep_or="f16")
+    assert {"U8", "F16"} < set(kept["ranks"][0]["by_dtype"])
+    with pytest.raises(ggshard.GgshardError, match="keep-or"):
+        ggshard.plan(DEEPSEEK, tp=2, dtype="keep")
 
 
 def test_the_same_bytes_whatever_the_threads_and_ranks_one_by_one(tmp_path):

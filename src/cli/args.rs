@@ -43,6 +43,8 @@ pub enum Command {
     Mappings(Library),
     /// List the built-in profiles, or show one: which stack it is for, what it was checked against, the launch it assumes.
     Profiles(Library),
+    /// List the built-in output policies, or show one: which weights are written in which form.
+    Policies(Library),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -138,9 +140,16 @@ pub struct PlanChoices {
     /// The names: a built-in mapping or a TOML file. Default: the one that fits the file.
     #[arg(long, value_name = "MAPPING")]
     pub mapping: Option<String>,
-    /// Output type of weights that are not pinned to another.
+    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, keep is --policy keep, both with
+    /// bf16 for the rest.
     #[arg(long, value_name = "DTYPE", default_value = "bf16")]
     pub dtype: DtypeArg,
+    /// Which weights are written in which form: a built-in policy or a TOML file. What it has no rule for follows --dtype.
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<String>,
+    /// Where a cut goes through blocks that the policy keeps, decode the weight to this type. Default: refuse.
+    #[arg(long, value_name = "DTYPE")]
+    pub keep_or: Option<FloatArg>,
     /// What to do with multi-token-prediction blocks.
     #[arg(long, value_name = "WHAT", default_value = "keep")]
     pub mtp: MtpArg,
@@ -171,6 +180,9 @@ pub struct PlanArgs {
     /// The source is a header whose tensor data is not there.
     #[arg(long)]
     pub header_only: bool,
+    /// Say whether each rank's weights fit a GPU of this much memory, as in 96G.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub gpu_memory: Option<u64>,
     /// Print one JSON document, with every parameter.
     #[arg(long)]
     pub json: bool,
@@ -217,6 +229,9 @@ pub struct Convert {
     /// Let NaN, infinite and overflowing values through; they are counted in the manifest.
     #[arg(long)]
     pub allow_nonfinite: bool,
+    /// Fail if the relative RMS error of an encoded tensor is larger, as in 0.03. Finished files stay for --resume.
+    #[arg(long, value_name = "X", value_parser = max_rms)]
+    pub max_error: Option<f64>,
     /// The model's own config.json, or a folder that holds it (its tokenizer files are copied as well). It is checked against
     /// the GGUF. Default: derived from the GGUF.
     #[arg(long, value_name = "FILE|DIR")]
@@ -310,7 +325,7 @@ pub struct Devices {
     pub json: bool,
 }
 
-/// `ggshard mappings`, `ggshard profiles`
+/// `ggshard mappings`, `ggshard profiles`, `ggshard policies`
 #[derive(Debug, clap::Args)]
 pub struct Library {
     /// The one to show: a built-in name or a TOML file.
@@ -321,19 +336,44 @@ pub struct Library {
 }
 
 /// Output types.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DtypeArg {
+    Bf16,
+    F16,
+    F32,
+    /// E4M3 in blocks for linear projections, as DeepSeek publishes.
+    Fp8,
+    /// The source's own quantized blocks.
+    Keep,
+}
+
+/// Float types.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FloatArg {
     Bf16,
     F16,
     F32,
 }
 
-impl From<DtypeArg> for FloatType {
-    fn from(arg: DtypeArg) -> Self {
+impl From<FloatArg> for FloatType {
+    fn from(arg: FloatArg) -> Self {
         match arg {
-            DtypeArg::Bf16 => FloatType::BF16,
-            DtypeArg::F16 => FloatType::F16,
-            DtypeArg::F32 => FloatType::F32,
+            FloatArg::Bf16 => FloatType::BF16,
+            FloatArg::F16 => FloatType::F16,
+            FloatArg::F32 => FloatType::F32,
+        }
+    }
+}
+
+impl DtypeArg {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            DtypeArg::Bf16 => "bf16",
+            DtypeArg::F16 => "f16",
+            DtypeArg::F32 => "f32",
+            DtypeArg::Fp8 => "fp8",
+            DtypeArg::Keep => "keep",
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::output::folder::{Claim, Claimed};
 use crate::output::manifest::{Manifest, Topology};
 use crate::output::seal::Finished;
 use crate::output::work::{Counts, Record, Work};
-use crate::output::{Digest, OutputFolder, SourceHasher, Writer, space};
+use crate::output::{Digest, OutputFolder, SourceHasher, Worst, Writer, space};
 use crate::plan::{Plan, PlannedFile};
 use crate::threads;
 
@@ -111,6 +111,8 @@ pub struct Report {
     pub repeated_bytes: Option<u64>,
     /// Values that are not finite, by parameter: NaN, infinite, overflowed.
     pub nonfinite: BTreeMap<String, (u64, u64, u64)>,
+    /// The encoded tensors that are furthest from the decoded source.
+    pub worst: Worst,
     /// What the user should know.
     pub warnings: Vec<String>,
     /// Whether the folder is a checkpoint now. If not, other ranks or the sealing are yet to come.
@@ -159,10 +161,14 @@ pub fn convert<'o>(
         source_bytes,
         repeated_bytes,
         nonfinite: finished.counts.by_name(),
+        worst: finished.worst,
         warnings: record.warnings.clone(),
         sealed: manifest.is_some(),
         manifest_blake3: manifest.map(|digest| digest.to_string()),
     };
+    if let Some(most) = options.max_error {
+        check_error(path, &Finished::of(&folder, &record, &ranks)?.worst, most)?;
+    }
     if seal.unwrap_or(ranks.len() == plan.tp as usize) {
         let (finished, digest) = crate::output::seal::seal(*folder, &record, &ranks)?;
         return Ok(report(finished, Some(digest)));
@@ -170,6 +176,19 @@ pub fn convert<'o>(
     let finished = Finished::of(&folder, &record, &ranks)?;
     folder.set_keep(true);
     Ok(report(finished, None))
+}
+
+/// Refuses a conversion of which some tensor is further from the source than `most`. Its files stay, where they would.
+fn check_error(path: &Path, worst: &Worst, most: f64) -> Result<()> {
+    match worst.tensors().first().filter(|first| first.deviation.relative_rms > most) {
+        None => Ok(()),
+        Some(first) => Err(Fault::new(format!("a relative RMS error of {}", first.deviation.relative_rms))
+            .file(path.join(&first.file))
+            .tensor(&first.tensor)
+            .expected(format!("at most {most}"))
+            .remedy("Allow more with --max-error, or give the weight another form by a policy")
+            .output()),
+    }
 }
 
 /// Whether it makes sense to go on where this error ended a conversion. After the others, the same would happen again.
@@ -257,6 +276,10 @@ impl Report {
             source_bytes: 0,
             repeated_bytes: None,
             nonfinite: Counts::of(&manifest.parameters).by_name(),
+            worst: of_ranks().fold(Worst::default(), |mut worst, file| {
+                worst.add(file);
+                worst
+            }),
             warnings: manifest.warnings.clone(),
             sealed: true,
             manifest_blake3: Some(digest.to_string()),

@@ -46,7 +46,7 @@ impl Simd {
     }
 
     /// This level, or the best of this CPU where the CPU lacks it.
-    pub(super) fn or_available(self) -> Simd {
+    pub(crate) fn or_available(self) -> Simd {
         self.min(Simd::detect())
     }
 }

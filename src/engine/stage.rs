@@ -21,8 +21,8 @@ use crate::threads::lock;
 
 /// Tiles for devices, where memory allows: large enough for copies at full speed.
 const TILES: Range<u64> = 16 << 20..64 << 20;
-/// Tiles that the CPU decodes beside them: constants, and elements that no device decodes. There are few.
-const CPU_TILE: u64 = 128 << 10;
+/// Tiles that the CPU decodes beside them: constants, elements that no device decodes, and parameters that are encoded.
+pub(super) const CPU_TILE: u64 = 128 << 10;
 /// What a worker takes for those, in such tiles.
 const CPU_TILES: u64 = 16;
 /// Lanes of a device, where memory allows: one goes in, one is decoded or comes out, one is hashed and written.
@@ -308,7 +308,7 @@ fn on_device(
             for output in outputs.filter(|output| !taken[*output].is_empty()) {
                 let output = &job.outputs[output];
                 if found.any() {
-                    (context.accept)(job, output, found)?;
+                    (context.accept)(output.param, &output.ranks, job.read.source(), found)?;
                 }
                 *written += put(context, job, output, tile, &cols, bytes)?;
             }
@@ -349,7 +349,7 @@ fn stay(
         drop(pieces);
         for (((output, cols), memory), found) in outputs.iter().zip(memory).zip(counts) {
             if found.any() {
-                (context.accept)(job, output, found)?;
+                (context.accept)(output.param, &output.ranks, job.read.source(), found)?;
             }
             let bytes = region.rows * (cols.end - cols.start) * values.dtype.bytes() as u64;
             resident.arrived(output.param, memory, bytes)?;
@@ -402,7 +402,7 @@ fn put(context: &Context<'_>, job: &Job, output: &Output, tile: &Tile, cols: &Ra
     let first = first(job, output, tile, cols);
     match job.read {
         Read::Fill { .. } | Read::Run { .. } => {
-            context.put_steps(output, first * width, bytes)?;
+            context.put_steps(output.param, &output.ranks, first * width, bytes)?;
             Ok(bytes.len() as u64 * output.ranks.len() as u64)
         }
         Read::Rows { .. } => context.put_rows(output, first, cols.end - cols.start, width, bytes),

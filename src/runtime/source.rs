@@ -169,7 +169,7 @@ impl Source {
             moe_pad: options.moe_pad,
             ..Request::default()
         };
-        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, &request)?;
+        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, None, &request)?;
         if let Some(set) = options.set {
             plan.params.retain(|param| param.set == set);
         }

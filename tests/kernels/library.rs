@@ -29,6 +29,9 @@ type Run = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const La
 type Accesses = unsafe extern "C" fn(u32) -> u32;
 type Layout = unsafe extern "C" fn(*mut u32);
 type Shape = unsafe extern "C" fn(*mut u32, *mut u32);
+type Fp8 = unsafe extern "C" fn(*const f32, u64, u64, *mut u8, *mut f32);
+type Nvfp4 = unsafe extern "C" fn(*const f32, u64, f32, c_int, *mut u8, *mut u8);
+type Scale2 = unsafe extern "C" fn(*const f32, u64) -> f32;
 
 /// The loaded library. Never unloaded.
 pub struct Library {
@@ -38,6 +41,9 @@ pub struct Library {
     accesses: Accesses,
     layout: Layout,
     shape: Shape,
+    fp8: Fp8,
+    nvfp4: Nvfp4,
+    scale_2: Scale2,
 }
 
 impl Library {
@@ -73,6 +79,9 @@ impl Library {
                 accesses: std::mem::transmute::<*mut c_void, Accesses>(find(c"host_accesses")),
                 layout: std::mem::transmute::<*mut c_void, Layout>(find(c"host_layout")),
                 shape: std::mem::transmute::<*mut c_void, Shape>(find(c"host_shape")),
+                fp8: std::mem::transmute::<*mut c_void, Fp8>(find(c"host_fp8")),
+                nvfp4: std::mem::transmute::<*mut c_void, Nvfp4>(find(c"host_nvfp4")),
+                scale_2: std::mem::transmute::<*mut c_void, Scale2>(find(c"host_nvfp4_scale_2")),
             }
         }
     }
@@ -124,5 +133,30 @@ impl Library {
         // SAFETY: two integers are written.
         unsafe { (self.shape)(&mut threads, &mut rounds) };
         (threads, rounds)
+    }
+
+    /// A band in fp8: codes, and scales.
+    pub fn fp8(&self, values: &[f32], rows: usize, cols: usize) -> (Vec<u8>, Vec<f32>) {
+        assert_eq!(values.len(), rows * cols);
+        let (mut codes, mut scales) = (vec![0; rows * cols], vec![0.0; cols.div_ceil(128)]);
+        // SAFETY: all have the lengths that rows and columns demand.
+        unsafe { (self.fp8)(values.as_ptr(), rows as u64, cols as u64, codes.as_mut_ptr(), scales.as_mut_ptr()) };
+        (codes, scales)
+    }
+
+    /// Blocks of 16 in nvfp4: packed codes, and scales.
+    pub fn nvfp4(&self, values: &[f32], scale_2: f32, searched: bool) -> (Vec<u8>, Vec<u8>) {
+        let blocks = values.len() / 16;
+        let (mut packed, mut scales) = (vec![0; 8 * blocks], vec![0; blocks]);
+        let (codes, scale) = (packed.as_mut_ptr(), scales.as_mut_ptr());
+        // SAFETY: there are 16 values, 8 bytes and one scale per block.
+        unsafe { (self.nvfp4)(values.as_ptr(), blocks as u64, scale_2, searched as c_int, codes, scale) };
+        (packed, scales)
+    }
+
+    /// The `weight_scale_2` of nvfp4.
+    pub fn scale_2(&self, values: &[f32]) -> f32 {
+        // SAFETY: so many values are read.
+        unsafe { (self.scale_2)(values.as_ptr(), values.len() as u64) }
     }
 }

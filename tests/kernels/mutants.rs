@@ -7,13 +7,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::checks;
 use crate::gguf_writer::Random;
 use crate::library::{Library, compile, sources};
 use crate::samples::samples;
+use crate::{checks, encoders};
 
 /// Sources whose numbers are changed. `machine.cuh` is left out: what it says for the device, the host does not run.
-const FILES: [&str; 4] = ["dequant.cuh", "convert.cuh", "dequant.cu", "grids.cuh"];
+const FILES: [&str; 5] = ["dequant.cuh", "convert.cuh", "encode.cuh", "dequant.cu", "grids.cuh"];
 
 /// Changes after which the kernels do the same: a part of the line, the number, which other numbers, and why.
 type Same = (&'static str, &'static str, fn(u64) -> bool, &'static str);
@@ -171,6 +171,8 @@ fn examine() {
         checks::outputs(&library, &sample);
     }
     checks::rectangles(&library, 1, 1000);
+    encoders::fp8_bands(&library);
+    encoders::nvfp4_blocks(&library);
 }
 
 /// Changes so many numbers, chosen by a seed, and panics with those that nobody noticed.

@@ -149,7 +149,7 @@ fn special(ty: GgmlType, random: &mut Random) -> Vec<u8> {
 }
 
 /// `f32` at which a rounding can go wrong: around every tie of bf16 and f16, subnormals, overflows, NaN of all kinds.
-fn hard_values() -> Vec<f32> {
+pub fn hard_values() -> Vec<f32> {
     let mut bits: Vec<u32> = Vec::new();
     for half in (0..=u16::MAX).step_by(11).chain(0x7B00..0x7C80).chain(0..0x0410).chain(0x7F00..=0x7FFF) {
         for centre in [half::f16::from_bits(half).to_f32().to_bits(), (half as u32) << 16] {

@@ -1,7 +1,7 @@
 //! Positions followed from a slice through the weight to the source, by the rules' own arithmetic.
 
-use super::fault;
 use super::holding::{Holding, holdings};
+use super::{fault, pieces};
 use crate::error::Result;
 use crate::mapping::{Content, ValueOp, Weight};
 use crate::plan::{Origin, Param, Plan};
@@ -27,7 +27,7 @@ pub(super) fn check(plan: &Plan) -> Result<u64> {
     for param in &plan.params {
         for (rank, slice) in param.slices.iter().enumerate() {
             let parts = holdings(plan, param, rank as u64).unwrap_or_default();
-            for piece in plan.pieces_of(slice) {
+            for piece in pieces(plan, param, slice).unwrap_or_default().iter() {
                 let mut top = 0;
                 while top < piece.rows {
                     let rows = even_from(plan, &parts, piece.row + top, piece.col).min(piece.rows - top);

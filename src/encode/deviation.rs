@@ -1,0 +1,207 @@
+//! How far encoded weights are from what was encoded.
+
+use std::ops::AddAssign;
+
+/// Values that are compared side by side, so that loops over them vectorise.
+pub(super) const LANES: usize = 16;
+
+/// The deviation of encoded weights from the values that they stand for.
+///
+/// Parts of a weight are measured apart and added. The sum does not depend on the order, nor on how the weight was cut into
+/// parts, bit for bit: within a block of the encoding, squares are added as `f64` in one order; blocks are added exactly.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Deviation {
+    errors: Sum,
+    values: Sum,
+    /// As bits of magnitudes, whose order is that of the values.
+    largest_error: u32,
+    largest_value: u32,
+}
+
+impl Deviation {
+    /// The root of the mean squared error over the root of the mean square of the values; 0 where there is no error.
+    pub fn relative_rms(&self) -> f64 {
+        let errors = self.errors.nearest();
+        if errors == 0.0 { 0.0 } else { (errors / self.values.nearest()).sqrt() }
+    }
+
+    /// The sum of the squared errors.
+    pub fn squared_error(&self) -> f64 {
+        self.errors.nearest()
+    }
+
+    /// The largest magnitude of an error, in the units of the weights.
+    pub fn largest_error(&self) -> f32 {
+        f32::from_bits(self.largest_error)
+    }
+
+    /// The largest magnitude of a value.
+    pub fn largest_value(&self) -> f32 {
+        f32::from_bits(self.largest_value)
+    }
+
+    /// Adds a block of the encoding.
+    #[inline(always)]
+    pub(super) fn add(&mut self, block: Block) {
+        self.errors.add(fold(block.errors));
+        self.values.add(fold(block.values));
+        self.largest_error = block.largest_error.into_iter().fold(self.largest_error, u32::max);
+        self.largest_value = block.largest_value.into_iter().fold(self.largest_value, u32::max);
+    }
+}
+
+impl AddAssign for Deviation {
+    fn add_assign(&mut self, other: Deviation) {
+        self.errors += other.errors;
+        self.values += other.values;
+        self.largest_error = self.largest_error.max(other.largest_error);
+        self.largest_value = self.largest_value.max(other.largest_value);
+    }
+}
+
+/// What is known of one block of an encoding, lane by lane.
+#[derive(Default)]
+pub(super) struct Block {
+    errors: [f64; LANES],
+    values: [f64; LANES],
+    largest_error: [u32; LANES],
+    largest_value: [u32; LANES],
+}
+
+impl Block {
+    /// Takes values and what they were encoded as.
+    #[inline(always)]
+    pub(super) fn take(&mut self, values: &[f32; LANES], decoded: &[f32; LANES]) {
+        for lane in 0..LANES {
+            let error = values[lane] - decoded[lane];
+            self.errors[lane] += error as f64 * error as f64;
+            self.values[lane] += values[lane] as f64 * values[lane] as f64;
+            self.largest_error[lane] = self.largest_error[lane].max(error.to_bits() & 0x7FFF_FFFF);
+            self.largest_value[lane] = self.largest_value[lane].max(values[lane].to_bits() & 0x7FFF_FFFF);
+        }
+    }
+}
+
+/// The sum of all lanes: halves are added, then halves of those.
+#[inline(always)]
+fn fold(lanes: [f64; LANES]) -> f64 {
+    let mut lanes = lanes;
+    let mut width = LANES;
+    while width > 1 {
+        width /= 2;
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+    }
+    lanes[0]
+}
+
+/// An exact sum of numbers that are not negative: an integer of 640 bits that counts 2^-320, the lowest limb first.
+///
+/// A square of an `f32` is between 2^-298 and 2^256, and 2^64 of the largest do not fill it. What a number has below 2^-320
+/// is cut off, before it is added.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Sum([u64; 10]);
+
+impl Sum {
+    /// Adds a number. Those that are not finite count nothing.
+    #[inline(always)]
+    fn add(&mut self, number: f64) {
+        let bits = number.to_bits();
+        let exponent = (bits >> 52) as i32 & 0x7FF;
+        // The place of the lowest mantissa bit.
+        let place = exponent - 1075 + 320;
+        if place < -52 || exponent == 0x7FF {
+            return;
+        }
+        let mantissa = (bits & ((1 << 52) - 1) | 1 << 52) >> (-place).max(0);
+        let place = place.max(0) as usize;
+        let wide = (mantissa as u128) << (place % 64);
+        self.add_at(place / 64, wide as u64);
+        self.add_at(place / 64 + 1, (wide >> 64) as u64);
+    }
+
+    /// Adds to a limb, and carries to those above.
+    #[inline(always)]
+    fn add_at(&mut self, limb: usize, count: u64) {
+        let (mut limb, mut rest) = (limb, count);
+        while rest != 0 {
+            let (sum, carry) = self.0[limb].overflowing_add(rest);
+            self.0[limb] = sum;
+            (limb, rest) = (limb + 1, carry as u64);
+        }
+    }
+
+    /// The sum, rounded.
+    fn nearest(&self) -> f64 {
+        // From the top, so that only what is below the result's precision is lost.
+        self.0.iter().rev().fold(0.0, |sum, limb| sum * 2f64.powi(64) + *limb as f64) * 2f64.powi(-320)
+    }
+}
+
+impl AddAssign for Sum {
+    fn add_assign(&mut self, other: Sum) {
+        for (limb, count) in other.0.into_iter().enumerate() {
+            self.add_at(limb, count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sum(numbers: &[f64]) -> Sum {
+        let mut sum = Sum::default();
+        numbers.iter().for_each(|number| sum.add(*number));
+        sum
+    }
+
+    #[test]
+    fn sums_are_exact_from_the_smallest_square_to_the_largest() {
+        let smallest = (f32::from_bits(1) as f64).powi(2);
+        let largest = (f32::MAX as f64).powi(2);
+        assert_eq!(sum(&[smallest]).nearest(), smallest);
+        assert_eq!(sum(&[largest, smallest, 1.0]).nearest(), largest);
+        let mut left = sum(&[largest, 0.1]);
+        left += sum(&[0.2, smallest]);
+        assert_eq!(left, sum(&[smallest, 0.2, 0.1, largest]));
+    }
+
+    #[test]
+    fn carries_run_through() {
+        let ones = sum(&[2f64.powi(127), 2f64.powi(126), 2f64.powi(126), 3.0]);
+        assert_eq!(ones.nearest(), 2f64.powi(128));
+        let full = Sum([u64::MAX, u64::MAX, u64::MAX, 0, 0, 0, 0, 0, 0, 0]);
+        let mut twice = full;
+        twice += full;
+        assert_eq!(twice.0[..4], [u64::MAX - 1, u64::MAX, u64::MAX, 1]);
+        let mut next = full;
+        next.add(2f64.powi(-320));
+        assert_eq!(next.0[..4], [0, 0, 0, 1]);
+    }
+
+    #[test]
+    fn what_is_no_square_counts_nothing() {
+        assert_eq!(sum(&[0.0, f64::NAN, -f64::NAN, f64::INFINITY, f64::MIN_POSITIVE]), Sum::default());
+    }
+
+    #[test]
+    fn no_error_is_none_also_of_nothing() {
+        assert_eq!(Deviation::default().relative_rms(), 0.0);
+    }
+
+    #[test]
+    fn figures_are_those_of_the_definition() {
+        let mut block = Block::default();
+        let mut values = [0.0; LANES];
+        values[..3].copy_from_slice(&[3.0, -4.0, 1.0]);
+        let mut decoded = values;
+        decoded[1] = -3.5;
+        block.take(&values, &decoded);
+        let mut found = Deviation::default();
+        found.add(block);
+        assert_eq!((found.squared_error(), found.largest_error(), found.largest_value()), (0.25, 0.5, 4.0));
+        assert_eq!(found.relative_rms(), (0.25f64 / 26.0).sqrt());
+    }
+}
