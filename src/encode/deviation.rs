@@ -147,7 +147,7 @@ impl Running {
     #[cold]
     #[inline(never)]
     fn add_far(&mut self, place: isize, mantissa: u64) {
-        if !(-52..=640 - 128 - 53).contains(&place) {
+        if !(-52..=640 - 53).contains(&place) {
             return;
         }
         self.far.add_at(place.max(0) as usize, (mantissa >> (-place).max(0)) as u128);
