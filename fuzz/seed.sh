@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/.."
 ggshard=${1:-target/release/ggshard}
 corpus=fuzz/corpus
-for target in gguf plan mapping_toml profile_toml safetensors_header manifest; do
+for target in gguf plan mapping_toml profile_toml policy_toml safetensors_header manifest; do
     mkdir -p "$corpus/$target"
     for file in fuzz/regressions/"$target"-*; do
         [ -e "$file" ] && cp "$file" "$corpus/$target/"
@@ -19,6 +19,7 @@ for file in fixtures/families/*.gguf; do
 done
 cp mappings/models/*.toml "$corpus/mapping_toml/"
 cp mappings/profiles/*.toml "$corpus/profile_toml/"
+cp mappings/policies/*.toml "$corpus/policy_toml/"
 find fixtures/blocks -name '*.safetensors' -size -8k -exec cp {} "$corpus/safetensors_header/" \;
 # A manifest without the digest at its end: the target puts the right one there.
 work=$(mktemp -d)

@@ -63,6 +63,7 @@ static HEADERS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     files(&["fixtures/families"], ".gguf").into_iter().map(header).collect()
 });
 static MAPPINGS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/models"], ".toml"));
+static POLICIES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/policies"], ".toml"));
 static PROFILES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/profiles"], ".toml"));
 static SAFETENSORS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let all = files(&["fixtures/blocks"], ".safetensors");
@@ -255,6 +256,13 @@ fn mappings() {
     let drive = |bytes: &[u8]| drive::mapping_toml(&String::from_utf8_lossy(bytes));
     fuzz("mapping_toml", 1000, &MAPPINGS, drive);
     fuzz_by(reworded, "mapping_toml", 2500, &MAPPINGS, drive);
+}
+
+#[test]
+fn policies() {
+    let drive = |bytes: &[u8]| drive::policy_toml(&String::from_utf8_lossy(bytes));
+    fuzz("policy_toml", 1000, &POLICIES, drive);
+    fuzz_by(reworded, "policy_toml", 1000, &POLICIES, drive);
 }
 
 #[test]

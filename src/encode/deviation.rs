@@ -39,15 +39,6 @@ impl Deviation {
     pub fn largest_value(&self) -> f32 {
         f32::from_bits(self.largest_value)
     }
-
-    /// Adds a block of the encoding.
-    #[inline(always)]
-    pub(super) fn add(&mut self, block: Block) {
-        self.errors.add(fold(block.errors));
-        self.values.add(fold(block.values));
-        self.largest_error = block.largest_error.into_iter().fold(self.largest_error, u32::max);
-        self.largest_value = block.largest_value.into_iter().fold(self.largest_value, u32::max);
-    }
 }
 
 impl AddAssign for Deviation {
@@ -59,17 +50,19 @@ impl AddAssign for Deviation {
     }
 }
 
-/// What is known of one block of an encoding, lane by lane.
+/// The deviation while blocks are measured, lane by lane: squares are those of the current block, maxima those of all.
 #[derive(Default)]
-pub(super) struct Block {
+pub(super) struct Measure {
+    all_errors: Running,
+    all_values: Running,
     errors: [f64; LANES],
     values: [f64; LANES],
     largest_error: [u32; LANES],
     largest_value: [u32; LANES],
 }
 
-impl Block {
-    /// Takes values and what they were encoded as.
+impl Measure {
+    /// Takes values of the current block and what they were encoded as.
     #[inline(always)]
     pub(super) fn take(&mut self, values: &[f32; LANES], decoded: &[f32; LANES]) {
         for lane in 0..LANES {
@@ -78,6 +71,26 @@ impl Block {
             self.values[lane] += values[lane] as f64 * values[lane] as f64;
             self.largest_error[lane] = self.largest_error[lane].max(error.to_bits() & 0x7FFF_FFFF);
             self.largest_value[lane] = self.largest_value[lane].max(values[lane].to_bits() & 0x7FFF_FFFF);
+        }
+    }
+
+    /// Ends a block of the encoding.
+    #[inline(always)]
+    pub(super) fn end_block(&mut self) {
+        self.all_errors.add(fold(self.errors));
+        self.all_values.add(fold(self.values));
+        self.errors = [0.0; LANES];
+        self.values = [0.0; LANES];
+    }
+
+    /// The deviation of all blocks that were ended.
+    #[inline(always)]
+    pub(super) fn end(self) -> Deviation {
+        Deviation {
+            errors: self.all_errors.end(),
+            values: self.all_values.end(),
+            largest_error: self.largest_error.into_iter().fold(0, u32::max),
+            largest_value: self.largest_value.into_iter().fold(0, u32::max),
         }
     }
 }
@@ -98,38 +111,68 @@ fn fold(lanes: [f64; LANES]) -> f64 {
 
 /// An exact sum of numbers that are not negative: an integer of 640 bits that counts 2^-320, the lowest limb first.
 ///
-/// A square of an `f32` is between 2^-298 and 2^256, and 2^64 of the largest do not fill it. What a number has below 2^-320
-/// is cut off, before it is added.
+/// A square of an `f32` is between 2^-298 and 2^256, and 2^64 of the largest do not fill it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Sum([u64; 10]);
 
-impl Sum {
-    /// Adds a number. Those that are not finite count nothing.
+/// A sum that is added to often. Blocks of a weight have squares of much the same size: those go into a window of the large
+/// integer that stays in registers, the others where they belong. That suffices for 2^27 numbers.
+#[derive(Default)]
+struct Running {
+    window: u128,
+    /// What bit 0 of the window is worth, as a place in `far`.
+    start: usize,
+    far: Sum,
+}
+
+/// Places of a window at which a number of 53 bits may begin.
+const WINDOW: usize = 48;
+
+impl Running {
+    /// Adds a number. What it has below 2^-320 is cut off. Those that are not finite count nothing.
     #[inline(always)]
     fn add(&mut self, number: f64) {
         let bits = number.to_bits();
-        let exponent = (bits >> 52) as i32 & 0x7FF;
-        // The place of the lowest mantissa bit.
-        let place = exponent - 1075 + 320;
-        if place < -52 || exponent == 0x7FF {
-            return;
+        let mantissa = bits & ((1 << 52) - 1) | 1 << 52;
+        // The place of the lowest mantissa bit; far too large for a number below 2^-320.
+        let place = (bits >> 52).wrapping_sub(1075 - 320) as usize;
+        let offset = place.wrapping_sub(self.start);
+        if offset < WINDOW {
+            self.window += (mantissa as u128) << offset;
+        } else {
+            self.add_far(place as isize, mantissa);
         }
-        let mantissa = (bits & ((1 << 52) - 1) | 1 << 52) >> (-place).max(0);
-        let place = place.max(0) as usize;
-        let wide = (mantissa as u128) << (place % 64);
-        self.add_at(place / 64, wide as u64);
-        self.add_at(place / 64 + 1, (wide >> 64) as u64);
     }
 
-    /// Adds to a limb, and carries to those above.
-    #[inline(always)]
-    fn add_at(&mut self, limb: usize, count: u64) {
-        let (mut limb, mut rest) = (limb, count);
-        while rest != 0 {
-            let (sum, carry) = self.0[limb].overflowing_add(rest);
-            self.0[limb] = sum;
-            (limb, rest) = (limb + 1, carry as u64);
+    #[cold]
+    #[inline(never)]
+    fn add_far(&mut self, place: isize, mantissa: u64) {
+        if !(-52..=640 - 53).contains(&place) {
+            return;
         }
+        self.far.add_at(place.max(0) as usize, (mantissa >> (-place).max(0)) as u128);
+        if self.window == 0 {
+            self.start = (place.max(0) as usize).saturating_sub(WINDOW / 2);
+        }
+    }
+
+    fn end(mut self) -> Sum {
+        self.far.add_at(self.start, self.window);
+        self.far
+    }
+}
+
+impl Sum {
+    /// Adds a multiple of 2^(place - 320).
+    fn add_at(&mut self, place: usize, count: u128) {
+        let shift = place % 64;
+        let mut more = Sum::default();
+        let (low, high) = (count << shift, if shift == 0 { 0 } else { count >> (128 - shift) });
+        let limbs = [low as u64, (low >> 64) as u64, high as u64];
+        for (limb, count) in more.0.iter_mut().skip(place / 64).zip(limbs) {
+            *limb = count;
+        }
+        *self += more;
     }
 
     /// The sum, rounded.
@@ -141,8 +184,11 @@ impl Sum {
 
 impl AddAssign for Sum {
     fn add_assign(&mut self, other: Sum) {
-        for (limb, count) in other.0.into_iter().enumerate() {
-            self.add_at(limb, count);
+        let mut carry = 0;
+        for (limb, more) in self.0.iter_mut().zip(other.0) {
+            carry += *limb as u128 + more as u128;
+            *limb = carry as u64;
+            carry >>= 64;
         }
     }
 }
@@ -152,9 +198,9 @@ mod tests {
     use super::*;
 
     fn sum(numbers: &[f64]) -> Sum {
-        let mut sum = Sum::default();
+        let mut sum = Running::default();
         numbers.iter().for_each(|number| sum.add(*number));
-        sum
+        sum.end()
     }
 
     #[test]
@@ -172,12 +218,13 @@ mod tests {
     fn carries_run_through() {
         let ones = sum(&[2f64.powi(127), 2f64.powi(126), 2f64.powi(126), 3.0]);
         assert_eq!(ones.nearest(), 2f64.powi(128));
+        assert_eq!(sum(&[1.0 - f64::EPSILON / 2.0; 1 << 16]).nearest(), 65536.0 - f64::EPSILON * 32768.0);
         let full = Sum([u64::MAX, u64::MAX, u64::MAX, 0, 0, 0, 0, 0, 0, 0]);
         let mut twice = full;
         twice += full;
         assert_eq!(twice.0[..4], [u64::MAX - 1, u64::MAX, u64::MAX, 1]);
         let mut next = full;
-        next.add(2f64.powi(-320));
+        next += sum(&[2f64.powi(-320)]);
         assert_eq!(next.0[..4], [0, 0, 0, 1]);
     }
 
@@ -193,14 +240,14 @@ mod tests {
 
     #[test]
     fn figures_are_those_of_the_definition() {
-        let mut block = Block::default();
+        let mut measure = Measure::default();
         let mut values = [0.0; LANES];
         values[..3].copy_from_slice(&[3.0, -4.0, 1.0]);
         let mut decoded = values;
         decoded[1] = -3.5;
-        block.take(&values, &decoded);
-        let mut found = Deviation::default();
-        found.add(block);
+        measure.take(&values, &decoded);
+        measure.end_block();
+        let found = measure.end();
         assert_eq!((found.squared_error(), found.largest_error(), found.largest_value()), (0.25, 0.5, 4.0));
         assert_eq!(found.relative_rms(), (0.25f64 / 26.0).sqrt());
     }

@@ -4,7 +4,7 @@
 //! divisions round to `f32`. That is DeepSeek's quantizer (`s = amax / 448; y = x / s`) in torch's arithmetic. Others
 //! multiply by a reciprocal, which rounds once more. Decoded, a weight is `code * scale`.
 
-use super::deviation::{Block, Deviation, LANES as COMPARED};
+use super::deviation::{Deviation, LANES as COMPARED, Measure};
 use super::kernels;
 use super::minifloat::E4M3;
 use crate::dequant::Simd;
@@ -130,25 +130,24 @@ fn divide(row: &[f32], scale: f32, out: &mut [u8]) {
 /// [`deviation`], to be compiled for an instruction set.
 #[inline(always)]
 pub(super) fn measure(values: &[f32], cols: usize, codes: &[u8], scales: &[f32]) -> Deviation {
-    let mut found = Deviation::default();
+    let mut measure = Measure::default();
     for (block, scale) in scales.iter().enumerate() {
         let columns = block * BLOCK..cols.min((block + 1) * BLOCK);
-        let mut lanes = Block::default();
         for (row, codes) in values.chunks_exact(cols).zip(codes.chunks_exact(cols)) {
             let (groups, rest) = row[columns.clone()].as_chunks::<COMPARED>();
             let (group_codes, rest_codes) = codes[columns.clone()].as_chunks::<COMPARED>();
             for (group, codes) in groups.iter().zip(group_codes) {
-                lanes.take(group, &decode(codes, *scale));
+                measure.take(group, &decode(codes, *scale));
             }
             // Lanes past the end compare a zero with a zero.
             let (mut group, mut codes) = ([0.0; COMPARED], [0; COMPARED]);
             group[..rest.len()].copy_from_slice(rest);
             codes[..rest.len()].copy_from_slice(rest_codes);
-            lanes.take(&group, &decode(&codes, *scale));
+            measure.take(&group, &decode(&codes, *scale));
         }
-        found.add(lanes);
+        measure.end_block();
     }
-    found
+    measure.end()
 }
 
 #[inline(always)]

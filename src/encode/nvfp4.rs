@@ -12,7 +12,7 @@
 //! Both conversions round to nearest even; what a block scale that was rounded down makes larger than 6 becomes 6. A block
 //! scale is at least 2^-9, the smallest, and 1 for a block of zeros. ModelOpt gives -0 the code of 0; here it keeps its sign.
 
-use super::deviation::{Block, Deviation, LANES};
+use super::deviation::{Deviation, LANES, Measure};
 use super::kernels;
 use super::minifloat::{E2M1, E4M3};
 use crate::dequant::Simd;
@@ -276,7 +276,7 @@ fn squared_error(block: &[f32; BLOCK], ratios: &[f32; BLOCK], weight_scale_2: f3
 /// [`deviation`], to be compiled for an instruction set.
 #[inline(always)]
 pub(super) fn measure(values: &[f32], weight_scale_2: f32, packed: &[u8], scales: &[u8]) -> Deviation {
-    let mut found = Deviation::default();
+    let mut measure = Measure::default();
     let blocks = values.as_chunks::<BLOCK>().0;
     for ((block, packed), scale) in blocks.iter().zip(packed.as_chunks::<8>().0).zip(scales) {
         let step = E4M3.value(*scale) * weight_scale_2;
@@ -285,9 +285,8 @@ pub(super) fn measure(values: &[f32], weight_scale_2: f32, packed: &[u8], scales
         for (lane, decoded) in decoded.iter_mut().enumerate() {
             *decoded = E2M1.value((packed >> (4 * lane)) as u8 & 15) * step;
         }
-        let mut lanes = Block::default();
-        lanes.take(block, &decoded);
-        found.add(lanes);
+        measure.take(block, &decoded);
+        measure.end_block();
     }
-    found
+    measure.end()
 }

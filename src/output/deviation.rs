@@ -32,8 +32,9 @@ impl From<encode::Deviation> for Deviation {
 
 /// A number that reads back the same from its text, whatever reads it.
 fn four_digits(number: f64) -> f64 {
-    let finite = if number.is_finite() { number } else { f64::MAX };
-    format!("{finite:.3e}").parse().unwrap_or(f64::MAX)
+    /// What stands for infinite numbers, which JSON has not.
+    const INFINITE: f64 = 1e300;
+    format!("{:.3e}", if number.is_finite() { number } else { INFINITE }).parse().unwrap_or(INFINITE)
 }
 
 /// The encoded tensors that are furthest from the source.

@@ -103,8 +103,9 @@ impl Plan {
                 }
             }
         }
-        let Some((weight, format)) = first else { return Ok(rest) };
-        self.check_form(set, weight, format)?;
+        let Some((_, format)) = first else { return Ok(rest) };
+        let mut weights = spec.content.weights().iter().map(|w| &self.model.weights[*w as usize]);
+        weights.try_for_each(|weight| self.check_form(set, weight, format))?;
         Ok(format)
     }
 

@@ -13,7 +13,7 @@ fn formed(name: &str, tp: u32, profile: &str, policy: &str) -> Plan {
     let model = resolve(&choose(&set).unwrap(), &set, plans::policy().mtp).unwrap();
     let mut request = PlanRequest::new(Profile::load(profile).unwrap(), tp, plans::policy());
     request.forms = Some(OutputPolicy::builtin(policy).unwrap());
-    request.keep_or = Some(request.policy.dtype);
+    request.keep_or = (policy == "keep").then_some(request.policy.dtype);
     Plan::new(&set, model, request).unwrap()
 }
 
@@ -51,18 +51,18 @@ planted! {
         let at = param(p, W13_SCALES);
         p.params[at].form = Form::Scales { of: 0 };
     } => [W13_SCALES];
-    scales_of_one_part_only: fp8(), |p| {
+    scales_side_by_side_instead_of_one_above_the_other: fp8(), |p| {
         let at = param(p, W13_SCALES);
         let axes = p.params[at].slices[1].shape.axes().to_vec();
-        p.params[at].slices[1].shape = Shape::new(&[axes[0], axes[1] / 2, axes[2]]).unwrap();
+        p.params[at].slices[1].shape = Shape::new(&[axes[0], axes[1] / 2, axes[2] * 2]).unwrap();
     } => [W13_SCALES];
     scales_that_are_filled_from_the_source: fp8(), |p| {
         let (of, at) = (param(p, W13), param(p, W13_SCALES));
         p.params[at].slices[0].pieces = p.params[of].slices[0].pieces.clone();
     } => [W13_SCALES];
-    scales_in_bf16: fp8(), |p| {
+    scales_that_are_integers: fp8(), |p| {
         let at = param(p, W13_SCALES);
-        p.params[at].dtype = Dtype::BF16;
+        p.params[at].dtype = Dtype::I32;
     } => [W13_SCALES];
     an_encoded_parameter_that_says_it_is_not: fp8(), |p| {
         let at = param(p, KV_B);

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use ggshard::dequant::FloatType;
 use ggshard::gguf::{Description, GgufSet};
-use ggshard::mapping::{Mapping, Model, MtpPolicy, Profile, builtin_mappings, choose, config, resolve};
+use ggshard::mapping::{Mapping, Model, MtpPolicy, OutputPolicy, Profile, builtin_mappings, choose, config, resolve};
 use ggshard::output::{Digest, Manifest, SafetensorsHeader, Sums};
 use ggshard::plan::{Plan, PlanRequest, Policy};
 use ggshard::{Error, Result};
@@ -24,6 +24,9 @@ static PROFILES: LazyLock<Vec<Profile>> = LazyLock::new(|| Profile::all().unwrap
 
 /// The built-in mappings, parsed once: `choose` reads them all again for each file.
 static MAPPINGS: LazyLock<Vec<Mapping>> = LazyLock::new(|| builtin_mappings().unwrap());
+
+/// The built-in output policies.
+static POLICIES: LazyLock<Vec<OutputPolicy>> = LazyLock::new(|| OutputPolicy::all().unwrap());
 
 /// Bytes of zeros that stand for tensor data, so that a header alone makes a file.
 const DATA: usize = 256 << 10;
@@ -84,6 +87,9 @@ fn plan_by(set: &GgufSet, mapping: &Mapping, seed: usize) -> Result<()> {
     let mut request = PlanRequest::new(profile, [1, 2, 4, 3][seed / 16 % 4], policy());
     request.expert_parallel = seed / 64 % 4 == 1;
     request.policy.moe_pad = (seed / 256 % 4 == 1).then_some(96);
+    request.forms = (seed / 1024 % 2 == 1).then(|| POLICIES[seed / 2048 % POLICIES.len()].clone());
+    let keeps = request.forms.as_ref().is_some_and(|policy| policy.rules.name == "keep");
+    request.keep_or = keeps.then_some(FloatType::F16);
     let plan = Plan::audited(set, model, request)?;
     let summary = plan.summary("by fuzz", true);
     assert!(summary.parameters > 0 && !summary.render().is_empty());
@@ -115,6 +121,23 @@ pub fn profile_toml(text: &str) {
         Ok(())
     });
     if let Err(error) = outcome {
+        told(&error);
+    }
+}
+
+/// Reads an output policy and plans a model by it.
+pub fn policy_toml(text: &str) {
+    let outcome = OutputPolicy::from_text(text).and_then(|policy| {
+        for tp in [1, 2] {
+            let mut request = PlanRequest::new(PROFILES[0].clone(), tp, self::policy());
+            request.forms = Some(policy.clone());
+            Plan::audited(&MOE, MODEL.clone(), request)?;
+        }
+        Ok(())
+    });
+    if let Err(error) = outcome {
+        // What a policy says is planned or refused, and never planned wrongly.
+        assert!(!matches!(error, Error::Audit(_)), "{error}");
         told(&error);
     }
 }

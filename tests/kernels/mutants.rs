@@ -49,6 +49,22 @@ const SAME: &[Same] = &[
     ("u32 RESIDENT", "5", |_| true, "registers on the device; build.py --check sees what too few would do"),
     ("u32 words[8]", "8", |n| n > 8, "an array may be too long"),
     ("float values[8]", "8", |n| n > 8, "an array may be too long"),
+    ("if constexpr (ALIGN >= 8)", "8", |n| n > 8, "two loads of four bytes are one of eight"),
+    ("NAN_AFTER && wide >", "0x7F800000", |n| n > 0x7F00_0000, "finite values have no such quotients"),
+    (
+        "typedef Format<3, -6, 0x43E00000",
+        "0x43E00000",
+        |n| n.abs_diff(0x43E0_0000) < 0x0008_0000,
+        "what is nearer to 448 than to its neighbours has its code",
+    ),
+    (
+        "typedef Format<1, 0, 0x40C00000",
+        "0x40C00000",
+        |n| n.abs_diff(0x40C0_0000) < 0x0020_0000,
+        "what is nearer to 6 than to its neighbours has its code",
+    ),
+    ("scale < 1 ? 1 : scale", "1", |n| n == 0 || n == 2, "0 is never better, and 2 is tried anyway"),
+    ("mul(least, 65535.0f / 65536)", "65536", |n| n > 16384, "errors that are so close do not occur"),
 ];
 
 /// A number of a source.

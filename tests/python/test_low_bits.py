@@ -5,7 +5,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import DEEPSEEK, GLM, MODELS, ok, refused, run
+from conftest import DEEPSEEK, FIXTURES, GLM, MODELS, ok, refused, run
 from safetensors import safe_open
 
 BLOCK = 128
@@ -13,6 +13,7 @@ BLOCK = 128
 # What the published FP8 checkpoints hold as E4M3, by the end of the name.
 PROJECTIONS = (
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "gate_proj", "up_proj", "down_proj",
+    "q_proj", "k_proj", "v_proj",
 )
 
 
@@ -59,13 +60,10 @@ def is_projection(name):
     return name.removesuffix(".weight").rsplit(".", 1)[-1] in PROJECTIONS
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_byte_and_scale_is_that_of_an_independent_encoder(model, converted):
-    truth = tensors(converted(MODELS[model], "--tp", 1, "--dtype", "f32"))
-    found = tensors(converted(MODELS[model], "--tp", 1, "--dtype", "fp8"))
-    plain = tensors(converted(MODELS[model], "--tp", 1))
+def check_encoding(truth, plain, found):
+    """Every tensor of an fp8 folder, by its name, the f32 and the bf16 folder of the same model."""
     encoded = [name for name in truth if is_projection(name)]
-    assert len(encoded) > 20
+    assert len(encoded) > 10
     assert set(found) == set(truth) | {f"{name}_scale_inv" for name in encoded}
     for name in truth:
         if name not in encoded:
@@ -75,6 +73,20 @@ def test_every_byte_and_scale_is_that_of_an_independent_encoder(model, converted
         assert found[name].dtype == NUMPY["F8_E4M3"] and found[f"{name}_scale_inv"].dtype == np.float32
         np.testing.assert_array_equal(found[f"{name}_scale_inv"], scales, name)
         np.testing.assert_array_equal(found[name].view(np.uint8), bytes_, name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_byte_and_scale_is_that_of_an_independent_encoder(model, converted):
+    source = MODELS[model]
+    check_encoding(*(tensors(converted(source, "--tp", 1, "--dtype", dtype)) for dtype in ("f32", "bf16", "fp8")))
+
+
+def test_every_byte_and_scale_of_the_corpus(corpus_source, tmp_path):
+    def made(dtype):
+        ok("convert", corpus_source, tmp_path / dtype, "--tp", 1, "--dtype", dtype)
+        return tensors(tmp_path / dtype)
+
+    check_encoding(*map(made, ("f32", "bf16", "fp8")))
 
 
 def cut(name, array, rank, tp):
@@ -317,6 +329,34 @@ def test_the_worst_are_reported_and_a_limit_fails(converted, tmp_path):
     assert again["kept_files"] == again["files"] and again["worst"] == report["worst"]
 
 
+# GLM-5 as it is: 744 billion weights, of which a header is all that is needed.
+GLM_5 = FIXTURES / "container" / "plan" / "glm-5-744b-q4_k_m.header.gguf"
+
+
+def held_bytes(tensor, form, tp):
+    """Bytes of rank 0 of a weight of profile hf, by its whole shape and cut in the bf16 plan."""
+    shape, types = list(tensor["shape"]), {kind for _, kind in tensor["sources"]}
+    if tensor["cut"] in ("column", "vocab"):
+        shape[0] //= tp
+    elif tensor["cut"] == "row":
+        shape[-1] //= tp
+    elements = int(np.prod(shape))
+    if form == "fp8" and is_projection(tensor["name"]):
+        return elements + 4 * grid(shape[0]) * grid(shape[1])
+    block, bytes_ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[min(types)]]
+    if form == "keep" and block > 1 and not tensor["name"].endswith("kv_b_proj.weight"):
+        return elements // block * bytes_
+    return elements * {"BF16": 2, "F32": 4}[tensor["dtype"]]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "keep"])
+def test_the_full_scale_plan_adds_up(form):
+    flags = ("plan", GLM_5, "--header-only", "--tp", 8, "--json")
+    weights = json.loads(ok(*flags))["tensors"]
+    plan = json.loads(ok(*flags, "--dtype", form))
+    assert [rank["bytes"] for rank in plan["ranks"]] == [sum(held_bytes(t, form, 8) for t in weights)] * 8
+
+
 # Kept blocks.
 
 
@@ -331,10 +371,23 @@ def types(folder):
 def test_kept_blocks_decode_to_what_is_decoded_directly(model, tp, converted):
     """By gguf-py's decoders, every element, bit for bit."""
     kept = converted(MODELS[model], "--tp", tp, "--dtype", "keep", "--keep-or", "bf16")
-    direct = converted(MODELS[model], "--tp", tp, "--dtype", "f32")
-    plain = converted(MODELS[model], "--tp", tp)
+    assert len(set(types(kept).values())) > 1
+    check_kept(kept, converted(MODELS[model], "--tp", tp, "--dtype", "f32"), converted(MODELS[model], "--tp", tp), tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_kept_blocks_of_the_corpus_decode_to_what_is_decoded_directly(tp, corpus_source, tmp_path):
+    if run("plan", corpus_source, "--tp", tp).returncode:
+        pytest.skip("no such tp for this model")
+    folders = {"keep": ("--keep-or", "bf16"), "f32": (), "bf16": ()}
+    for dtype, flags in folders.items():
+        ok("convert", corpus_source, tmp_path / dtype, "--tp", tp, "--dtype", dtype, *flags)
+    check_kept(*(tmp_path / dtype for dtype in folders), tp)
+
+
+def check_kept(kept, direct, plain, tp):
+    """Every tensor of a folder of kept blocks, by the f32 and the bf16 folder of the same model."""
     blocks = types(kept)
-    assert len(set(blocks.values())) > 1
     for rank in range(tp):
         rank = None if tp == 1 else rank
         held, truth, floats = tensors(kept, rank), tensors(direct, rank), tensors(plain, rank)
