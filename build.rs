@@ -1,4 +1,4 @@
-//! Embeds every mapping and profile under `mappings/`, so that a new one is a new file and nothing else.
+//! Embeds every mapping, profile and policy under `mappings/`, so that a new one is a new file and nothing else.
 
 use std::path::Path;
 use std::{env, fs};
@@ -7,7 +7,7 @@ fn main() {
     let root = env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
     let out = env::var("OUT_DIR").expect("set by cargo");
     let mut code = String::new();
-    for (constant, folder) in [("MODELS", "models"), ("PROFILES", "profiles")] {
+    for (constant, folder) in [("MODELS", "models"), ("PROFILES", "profiles"), ("POLICIES", "policies")] {
         let folder = Path::new(&root).join("mappings").join(folder);
         println!("cargo::rerun-if-changed={}", folder.display());
         let mut files: Vec<_> = fs::read_dir(&folder)

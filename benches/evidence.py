@@ -41,14 +41,14 @@ def built(bench):
     return Path(found[-1])
 
 
-def convert(a, tp, folder, prepare=lambda: None, more=()):
+def convert(a, tp, folder, prepare=lambda: None, direct="off"):
     """Wall and CPU seconds, and the bytes and the number of files that were written."""
 
     def clear():
         shutil.rmtree(folder, ignore_errors=True)
         prepare()
 
-    command = [a.ggshard, "convert", a.model, folder, "--tp", tp, "--json", *more]
+    command = [a.ggshard, "convert", a.model, folder, "--tp", tp, f"--direct={direct}", "--json"]
     wall, cpu, _ = turn(lambda: run(command), clear, a.warm)
     sizes = [path.stat().st_size for path in folder.rglob("*.safetensors")]
     return wall, cpu, sum(sizes), len(sizes)
@@ -110,7 +110,7 @@ def cold(a):
         for _ in range(a.rounds):
             wall, used, output, files = convert(a, tp, folder, lambda: evict(a.model))
             row = {"wall": wall, "cpu": used, "output": output}
-            row["wall direct"], row["cpu direct"], *_ = convert(a, tp, folder, lambda: evict(a.model), ["--direct"])
+            row["wall direct"], row["cpu direct"], *_ = convert(a, tp, folder, lambda: evict(a.model), "on")
             shutil.rmtree(folder)
             row["read"] = turn(lambda: run(["cat", a.model], discard=True), lambda: evict(a.model))[0]
             for way, flags in ("write", 0), ("direct", os.O_DIRECT):

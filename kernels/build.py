@@ -1,4 +1,4 @@
-"""Compiles the kernels for the device: kernels/prebuilt/, byte for byte the same on every machine.
+"""Compiles the kernels for the device: kernels/prebuilt/, byte for byte the same on every machine once they are unpacked.
 
     build.py            writes the artifacts and their manifest
     build.py --check    builds again, compares every byte, and looks at the machine code
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,16 +148,22 @@ def prove():
     assert {"fma.", ".ftz", "st.local", "ld.local"} <= set(banned("probe.ptx", plain(ptx))), "the search in PTX finds nothing"
 
 
+def checked_in():
+    """What is in prebuilt/, by name. Artifacts are packed; which bytes a packer makes of them depends on its version."""
+    files = {path.name: path.read_bytes() for path in PREBUILT.glob("*")}
+    return {name.removesuffix(".z"): zlib.decompress(data) if name.endswith(".z") else data for name, data in files.items()}
+
+
 def check(artifacts):
     """Everything wrong with what is checked in."""
     faults = []
-    here = {path.name for path in PREBUILT.glob("*")}
-    for name in sorted(here - set(artifacts)):
+    here = checked_in()
+    for name in sorted(here.keys() - artifacts.keys()):
         faults.append(f"{name}: nothing builds it")
     for name, code in artifacts.items():
         if name not in here:
             faults.append(f"{name}: missing")
-        elif (PREBUILT / name).read_bytes() != code:
+        elif here[name] != code:
             faults.append(f"{name}: not what the sources give; `make kernels` builds it")
     manifest = json.loads(artifacts["manifest.json"])
     types = re.findall(r"DO\((\w+)\)", (HERE / "dequant.cuh").read_text().split("#define FOR_EACH_TYPE(DO)")[1].split("\n\n")[0])
@@ -193,7 +200,10 @@ def main():
     for path in PREBUILT.glob("*"):
         path.unlink()
     for name, code in artifacts.items():
-        (PREBUILT / name).write_bytes(code)
+        if name == "manifest.json":
+            (PREBUILT / name).write_bytes(code)
+        else:
+            (PREBUILT / f"{name}.z").write_bytes(zlib.compress(code, 9))
         print(f"{name}: {len(code)} bytes")
 
 

@@ -1,5 +1,5 @@
-// From f32 to an output type: the rules of src/dequant/convert.rs. Rounded to nearest even; overflow becomes infinity; NaN
-// stays NaN with its sign and upper payload bits, and quiet.
+// From f32 to an output type: the rules of src/dequant/convert.rs. Rounded to nearest even; overflow becomes infinity;
+// NaN stays NaN with its sign and upper payload bits, and quiet.
 //
 // Eight values that stay finite are narrowed by the device's own instruction, which is right for those. Where an output
 // might not, `careful` does one value after the other, in integers, and counts.
@@ -61,7 +61,8 @@ DEVICE u32 first_infinite(u32 dtype) {
     return dtype == TO_BF16 ? 0x7F7F8000 : dtype == TO_F16 ? 0x477FF000 : 0x7F800000;
 }
 
-// Whether all outputs are certain to be finite. The sum of magnitudes is not below any of them, and NaN with NaN among them.
+// Whether all outputs are certain to be finite. The sum of magnitudes is not below any of them, and NaN with NaN among
+// them.
 DEVICE bool all_finite(const float *values, u32 dtype) {
     float sum = magnitude(values[0]);
     for (u32 i = 1; i < 8; i++) {

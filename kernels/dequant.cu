@@ -1,13 +1,13 @@
 // One kernel per type, `ggshard_<TYPE>`: decodes a rectangle of a tensor and puts every element where it belongs in the
 // output, so that the device gives finished pieces.
 //
-// A thread decodes eight consecutive weights of a row and stores 16 bytes (32 for f32) where all eight are wanted and lie
-// together at a multiple of 16 bytes, else one element after the other. No thread needs another, and there is no shared
-// memory.
+// A thread decodes eight consecutive weights of a row and stores 16 bytes (32 for f32) where all eight are wanted and
+// lie together at a multiple of 16 bytes, else one element after the other. No thread needs another, and there is no
+// shared memory.
 //
-// Blocks have THREADS threads, in two dimensions. Plain: x runs over the groups of eight of a row, y over rows. Transposed:
-// x runs over rows, 32 at least, so that a warp's elements lie together in the output, and y over groups. The grid must
-// cover x; y takes strides of the grid, whose height is limited. src/cuda/launch.rs computes both.
+// Blocks have THREADS threads, in two dimensions. Plain: x runs over the groups of eight of a row, y over rows.
+// Transposed: x runs over rows, 32 at least, so that a warp's elements lie together in the output, and y over groups.
+// The grid must cover x; y takes strides of the grid, whose height is limited. src/cuda/launch.rs computes both.
 
 #include "convert.cuh"
 #include "dequant.cuh"
@@ -34,7 +34,8 @@ constexpr u32 ROUNDS = 4;
 // Blocks that a multiprocessor can hold at least, so that registers suffice and none is spilled.
 constexpr u32 RESIDENT = 5;
 
-// The eight weights of a block's group. Lanes from `end` on are not in the row, which only matters where a weight is a block.
+// The eight weights of a block's group. Lanes from `end` on are not in the row, which only matters where a weight is a
+// block.
 template <class T> DEVICE void decode(const u8 *block, u32 group, u32 end, float *values) {
     if constexpr (T::WEIGHTS == 1) {
         if (end < 8) {
@@ -97,7 +98,8 @@ DEVICE void apply(const Launch &launch, float *values) {
 
 template <class T> DEVICE void run(const Launch &launch) {
     const u32 skip = static_cast<u32>(launch.skip), cols = static_cast<u32>(launch.cols);
-    const u32 rows = static_cast<u32>(launch.rows), first_group = skip / 8, groups = (skip + cols + 7) / 8 - first_group;
+    const u32 rows = static_cast<u32>(launch.rows);
+    const u32 first_group = skip / 8, groups = (skip + cols + 7) / 8 - first_group;
     const bool turned = launch.transpose != 0, changed = launch.has_scale | launch.has_add;
     const u32 width = turned ? rows : groups, height = turned ? groups : rows;
     const u32 x = blockIdx.x * (blockDim.x * ROUNDS) + threadIdx.x;
@@ -106,7 +108,8 @@ template <class T> DEVICE void run(const Launch &launch) {
     }
 
     // What changes from round to round. Rounds are whole blocks apart, so that a thread has the same group of each.
-    constexpr u32 GROUPS = T::WEIGHTS < 8 ? 1 : T::WEIGHTS / 8, GROUPS_BYTES = T::WEIGHTS < 8 ? 8 * T::BYTES : T::BYTES;
+    constexpr bool SINGLE = T::WEIGHTS == 1;
+    constexpr u32 GROUPS = SINGLE ? 1 : T::WEIGHTS / 8, GROUPS_BYTES = SINGLE ? 8 * T::BYTES : T::BYTES;
     const u32 size = launch.dtype == TO_F32 ? 4 : 2;
     const u64 source_step = turned ? blockDim.x * launch.row_bytes : blockDim.x / GROUPS * GROUPS_BYTES;
     const u32 column_step = turned ? 0 : 8 * blockDim.x, to_step = blockDim.x * (turned ? size : 8 * size);
@@ -122,7 +125,7 @@ template <class T> DEVICE void run(const Launch &launch) {
         u32 left = width - x;
 #pragma unroll 1
         for (u32 round = 0; round < ROUNDS; round++) {
-            const u32 begin = column < 0 ? -column : 0, there = cols - column, end = there < 8 ? there : 8;
+            const u32 begin = max(-column, 0), end = min(cols - column, 8u);
             float values[8];
             decode<T>(source, part, end, values);
             if (changed) {
@@ -145,7 +148,9 @@ template <class T> DEVICE void run(const Launch &launch) {
     }
 }
 
-#define KERNEL(TYPE)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ggshard_##TYPE(const Launch launch) { run<TYPE>(launch); }
+#define KERNEL(TYPE)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ggshard_##TYPE(const Launch launch) {              \
+        run<TYPE>(launch);                                                                                             \
+    }
 
 FOR_EACH_TYPE(KERNEL)

@@ -1,12 +1,12 @@
 // The block arithmetic of every ggml type: what src/dequant/blocks does, eight weights at a time.
 //
-// A struct per type: WEIGHTS and BYTES of a block, and `dq8(block, group, out)`, which gives weights 8 * group to
-// 8 * group + 8 with the bits of the Rust decoder. COMPUTES says that decoding is arithmetic, and a NaN that comes of it
-// has no payload worth keeping. A type whose block is one weight takes a row of them as one block, and has `dq1(weight)` for
-// what is left at the end of the row.
+// A struct per type: WEIGHTS and BYTES of a block, and `dq8(block, group, out)`, which gives weights 8 * group to 8 *
+// group + 8 with the bits of the Rust decoder. COMPUTES says that decoding is arithmetic, and a NaN that comes of it
+// has no payload worth keeping. A type whose block is one weight takes a row of them as one block, and has
+// `dq1(weight)` for what is left at the end of the row.
 //
-// Drawings are those of src/dequant/blocks: a block from its first byte on, little-endian. A block lies at a multiple of the
-// largest power of two that divides BYTES (16 at most), and no load is wider than what that guarantees.
+// Drawings are those of src/dequant/blocks: a block from its first byte on, little-endian. A block lies at a multiple
+// of the largest power of two that divides BYTES (16 at most), and no load is wider than what that guarantees.
 //
 // Codes are kept as unsigned bytes, eight in two words, and become floats without a conversion: set into the lowest
 // mantissa bits of 2^23, off which 2^23 and the code of zero are taken. Both steps are exact, and zero is +0.
@@ -17,9 +17,9 @@
 #include "machine.cuh"
 
 // Every type that has a decoder, in order of id.
-#define FOR_EACH_TYPE(DO)                                                                                               \
-    DO(F32) DO(F16) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(Q8_K)    \
-    DO(IQ2_XXS) DO(IQ2_XS) DO(IQ3_XXS) DO(IQ1_S) DO(IQ4_NL) DO(IQ3_S) DO(IQ2_S) DO(IQ4_XS) DO(F64) DO(IQ1_M) DO(BF16)     \
+#define FOR_EACH_TYPE(DO)                                                                                              \
+    DO(F32) DO(F16) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(Q8_K) \
+    DO(IQ2_XXS) DO(IQ2_XS) DO(IQ3_XXS) DO(IQ1_S) DO(IQ4_NL) DO(IQ3_S) DO(IQ2_S) DO(IQ4_XS) DO(F64) DO(IQ1_M) DO(BF16)  \
     DO(TQ1_0) DO(TQ2_0) DO(MXFP4) DO(NVFP4) DO(Q1_0) DO(Q2_0)
 
 // ---- Codes: eight bytes, the first lowest in `low`.
@@ -34,24 +34,25 @@ DEVICE Codes operator^(Codes codes, u32 mask) { return {codes.low ^ mask, codes.
 DEVICE Codes operator<<(Codes codes, u32 count) { return {codes.low << count, codes.high << count}; }
 DEVICE Codes operator>>(Codes codes, u32 count) { return {codes.low >> count, codes.high >> count}; }
 
-// Four bytes at a multiple of ALIGN.
-template <int ALIGN> DEVICE u32 four_bytes(const u8 *at) {
-    if constexpr (ALIGN >= 4) {
+// Four bytes of a block of BYTES, loaded as wide as its alignment allows; their place in it must allow the same.
+template <int BYTES> DEVICE u32 four_bytes(const u8 *at) {
+    constexpr int ALIGNMENT = BYTES & -BYTES;
+    if constexpr (ALIGNMENT >= int{sizeof(u32)}) {
         return load<u32>(at);
-    } else if constexpr (ALIGN == 2) {
+    } else if constexpr (ALIGNMENT == int{sizeof(u16)}) {
         return load<u16>(at) | static_cast<u32>(load<u16>(at + 2)) << 16;
     } else {
         return load<u8>(at) | load<u8>(at + 1) << 8 | load<u8>(at + 2) << 16 | static_cast<u32>(load<u8>(at + 3)) << 24;
     }
 }
 
-// Eight bytes at a multiple of ALIGN.
-template <int ALIGN> DEVICE Codes eight_bytes(const u8 *at) {
-    if constexpr (ALIGN >= 8) {
+// Eight bytes, likewise.
+template <int BYTES> DEVICE Codes eight_bytes(const u8 *at) {
+    if constexpr ((BYTES & -BYTES) >= int{sizeof(u64)}) {
         const u64 bytes = load<u64>(at);
         return {static_cast<u32>(bytes), static_cast<u32>(bytes >> 32)};
     } else {
-        return {four_bytes<ALIGN>(at), four_bytes<ALIGN>(at + 4)};
+        return {four_bytes<BYTES>(at), four_bytes<BYTES>(at + 4)};
     }
 }
 
@@ -90,8 +91,8 @@ DEVICE float half_at(const u8 *at) { return widen(load<u16>(at)); }
 // ---- Legacy types: 32 weights. The low nibble of qs[i] is weight i, the high nibble weight i + 16.
 
 // The 4-bit codes of a group, from the 16 bytes `qs`.
-template <int ALIGN> DEVICE Codes nibbles(const u8 *qs, u32 group) {
-    return eight_bytes<ALIGN>(qs + 8 * (group & 1)) >> 4 * (group >> 1) & 0x0F0F0F0F;
+template <int BYTES> DEVICE Codes nibbles(const u8 *qs, u32 group) {
+    return eight_bytes<BYTES>(qs + 8 * (group & 1)) >> 4 * (group >> 1) & 0x0F0F0F0F;
 }
 
 // d f16 | qs 16 B                       x = d * (q - 8)
@@ -99,7 +100,7 @@ struct Q4_0 {
     static constexpr int WEIGHTS = 32, BYTES = 18;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        scaled(out, half_at(block), nibbles<2>(block + 2, group), 8);
+        scaled(out, half_at(block), nibbles<BYTES>(block + 2, group), 8);
     }
 };
 
@@ -108,7 +109,7 @@ struct Q4_1 {
     static constexpr int WEIGHTS = 32, BYTES = 20;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        affine(out, half_at(block), nibbles<4>(block + 4, group), half_at(block + 2));
+        affine(out, half_at(block), nibbles<BYTES>(block + 4, group), half_at(block + 2));
     }
 };
 
@@ -118,7 +119,7 @@ struct Q5_0 {
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const Codes fifth = spread(load<u8>(block + 2 + group)) << 4;
-        scaled(out, half_at(block), nibbles<2>(block + 6, group) | fifth, 16);
+        scaled(out, half_at(block), nibbles<BYTES>(block + 6, group) | fifth, 16);
     }
 };
 
@@ -128,7 +129,7 @@ struct Q5_1 {
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const Codes fifth = spread(load<u8>(block + 4 + group)) << 4;
-        affine(out, half_at(block), nibbles<8>(block + 8, group) | fifth, half_at(block + 2));
+        affine(out, half_at(block), nibbles<BYTES>(block + 8, group) | fifth, half_at(block + 2));
     }
 };
 
@@ -137,16 +138,16 @@ struct Q8_0 {
     static constexpr int WEIGHTS = 32, BYTES = 34;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        scaled(out, half_at(block), eight_bytes<2>(block + 2 + 8 * group) ^ 0x80808080, 128);
+        scaled(out, half_at(block), eight_bytes<BYTES>(block + 2 + 8 * group) ^ 0x80808080, 128);
     }
 };
 
 // ---- K-quants: 256 weights whose sub-blocks have small integer scales.
 
-// The 2-bit codes of a group, from the 64 bytes `qs`: byte l of 32 holds weights l, l + 32, l + 64, l + 96 of its half of
-// the block, from the lowest bits up.
-template <int ALIGN> DEVICE Codes pairs(const u8 *qs, u32 group) {
-    return eight_bytes<ALIGN>(qs + 32 * (group >> 4) + 8 * (group & 3)) >> 2 * (group >> 2 & 3) & 0x03030303;
+// The 2-bit codes of a group, from the 64 bytes `qs`: byte l of 32 holds weights l, l + 32, l + 64, l + 96 of its half
+// of the block, from the lowest bits up.
+template <int BYTES> DEVICE Codes pairs(const u8 *qs, u32 group) {
+    return eight_bytes<BYTES>(qs + 32 * (group >> 4) + 8 * (group & 3)) >> 2 * (group >> 2 & 3) & 0x03030303;
 }
 
 // scales 16 B (sc low nibble, m high) | qs 64 B | d f16 | dmin f16      x = d*sc * q - dmin*m      16 x 16 weights
@@ -157,7 +158,7 @@ struct Q2_K {
         const u32 packed = load<u8>(block + (group >> 1));
         const float scale = mul(half_at(block + 80), static_cast<float>(packed & 15));
         const float minimum = mul(half_at(block + 82), static_cast<float>(packed >> 4));
-        affine(out, scale, pairs<4>(block + 16, group), -minimum);
+        affine(out, scale, pairs<BYTES>(block + 16, group), -minimum);
     }
 };
 
@@ -172,8 +173,8 @@ struct Q3_K {
         const u32 low = load<u8>(block + 96 + (j & 7)) >> 4 * (j >> 3) & 15;
         const u32 high = load<u8>(block + 104 + (j & 3)) >> 2 * (j >> 2) & 3;
         const float scale = mul(half_at(block + 108), static_cast<float>(static_cast<int>(low | high << 4) - 32));
-        const Codes third = eight_bytes<2>(block + 8 * (group & 3)) >> (group >> 2) & 0x01010101;
-        scaled(out, scale, pairs<2>(block + 32, group) | third << 2, 4);
+        const Codes third = eight_bytes<BYTES>(block + 8 * (group & 3)) >> (group >> 2) & 0x01010101;
+        scaled(out, scale, pairs<BYTES>(block + 32, group) | third << 2, 4);
     }
 };
 
@@ -204,8 +205,8 @@ struct Factors {
 };
 
 // The 4-bit codes of a group of 256: each 32 bytes hold two sub-blocks, low nibbles the first.
-DEVICE Codes nibbles_of_256(const u8 *qs, u32 group) {
-    return eight_bytes<8>(qs + 32 * (group >> 3) + 8 * (group & 3)) >> 4 * (group >> 2 & 1) & 0x0F0F0F0F;
+template <int BYTES> DEVICE Codes nibbles_of_256(const u8 *qs, u32 group) {
+    return eight_bytes<BYTES>(qs + 32 * (group >> 3) + 8 * (group & 3)) >> 4 * (group >> 2 & 1) & 0x0F0F0F0F;
 }
 
 // d f16 | dmin f16 | scales 12 B | qs 128 B                             x = d*sc * q - dmin*m      8 x 32
@@ -214,7 +215,7 @@ struct Q4_K {
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const Factors factors = Factors::of(block, group >> 2);
-        affine(out, factors.scale, nibbles_of_256(block + 16, group), -factors.minimum);
+        affine(out, factors.scale, nibbles_of_256<BYTES>(block + 16, group), -factors.minimum);
     }
 };
 
@@ -225,20 +226,21 @@ struct Q5_K {
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const Factors factors = Factors::of(block, group >> 2);
-        const Codes fifth = eight_bytes<8>(block + 16 + 8 * (group & 3)) >> (group >> 2) & 0x01010101;
-        affine(out, factors.scale, nibbles_of_256(block + 48, group) | fifth << 4, -factors.minimum);
+        const Codes fifth = eight_bytes<BYTES>(block + 16 + 8 * (group & 3)) >> (group >> 2) & 0x01010101;
+        affine(out, factors.scale, nibbles_of_256<BYTES>(block + 48, group) | fifth << 4, -factors.minimum);
     }
 };
 
 // ql 128 B | qh 64 B | scales 16 x i8 | d f16                           x = d*sc * (q - 32)        16 x 16
-// Quarter k of a half, 32 weights: low four bits in ql[32 * (k % 2)..] at bit 4 * (k / 2), upper two in qh at bit 2 * k.
+// Quarter k of a half, 32 weights: low four bits in ql[32 * (k % 2)..] at bit 4 * (k / 2), upper two in qh at 2 * k.
 struct Q6_K {
     static constexpr int WEIGHTS = 256, BYTES = 210;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const u32 half = group >> 4, quarter = group >> 2 & 3, l = 8 * (group & 3);
-        const Codes low = eight_bytes<2>(block + 64 * half + 32 * (quarter & 1) + l) >> 4 * (quarter >> 1) & 0x0F0F0F0F;
-        const Codes high = eight_bytes<2>(block + 128 + 32 * half + l) >> 2 * quarter & 0x03030303;
+        const u8 *const ql = block + 64 * half + 32 * (quarter & 1) + l;
+        const Codes low = eight_bytes<BYTES>(ql) >> 4 * (quarter >> 1) & 0x0F0F0F0F;
+        const Codes high = eight_bytes<BYTES>(block + 128 + 32 * half + l) >> 2 * quarter & 0x03030303;
         const float sc = code(load<u8>(block + 192 + (group >> 1)) ^ 0x80, 0, 128);
         scaled(out, mul(half_at(block + 208), sc), low | high << 4, 32);
     }
@@ -249,7 +251,7 @@ struct Q8_K {
     static constexpr int WEIGHTS = 256, BYTES = 292;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        scaled(out, load<float>(block), eight_bytes<4>(block + 4 + 8 * group) ^ 0x80808080, 128);
+        scaled(out, load<float>(block), eight_bytes<BYTES>(block + 4 + 8 * group) ^ 0x80808080, 128);
     }
 };
 
@@ -287,10 +289,10 @@ struct TQ1_0 {
         if (group < 30) {
             const bool first = group < 20;
             const u32 n = first ? group >> 2 : (group - 20) >> 1;
-            const Codes bytes = eight_bytes<2>(block + (first ? 8 * (group & 3) : 32 + 8 * (group & 1)));
+            const Codes bytes = eight_bytes<BYTES>(block + (first ? 8 * (group & 3) : 32 + 8 * (group & 1)));
             codes = {digits(bytes.low, n), digits(bytes.high, n)};
         } else {
-            const u32 bytes = four_bytes<2>(block + 48), n = 2 * (group - 30);
+            const u32 bytes = four_bytes<BYTES>(block + 48), n = 2 * (group - 30);
             codes = {digits(bytes, n), digits(bytes, n + 1)};
         }
         scaled(out, half_at(block + 52), codes, 1);
@@ -311,7 +313,7 @@ struct TQ2_0 {
     static constexpr int WEIGHTS = 256, BYTES = 66;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        scaled(out, half_at(block + 64), pairs<2>(block, group), 1);
+        scaled(out, half_at(block + 64), pairs<BYTES>(block, group), 1);
     }
 };
 
@@ -323,8 +325,8 @@ struct Steps {
 
     // The bytes that four codes pick, a code to a byte.
     DEVICE u32 pick(u32 word) const {
-        const u32 packed = permute(word | word >> 4, 0, 0x4420) & 0x7777;
-        const u32 upper = permute(word << 4, 0, 0xBA98);
+        const u32 packed = permute(word | word >> 4, word, 0x20) & 0x7777;
+        const u32 upper = permute(word << 4, word, 0xBA98);
         return (permute(a, b, packed) & ~upper) | (permute(c, d, packed) & upper);
     }
 
@@ -342,7 +344,7 @@ struct IQ4_NL {
     static constexpr int WEIGHTS = 32, BYTES = 18;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        scaled(out, half_at(block), iq4_steps().pick(nibbles<2>(block + 2, group)), 128);
+        scaled(out, half_at(block), iq4_steps().pick(nibbles<BYTES>(block + 2, group)), 128);
     }
 };
 
@@ -357,7 +359,7 @@ struct IQ4_XS {
         const u32 high = static_cast<u32>(head) >> 16 >> 2 * i & 3;
         const float sc = static_cast<float>(static_cast<int>(low | high << 4) - 32);
         const float scale = mul(widen(static_cast<u16>(head)), sc);
-        scaled(out, scale, iq4_steps().pick(nibbles<8>(block + 8 + 16 * i, group & 3)), 128);
+        scaled(out, scale, iq4_steps().pick(nibbles<BYTES>(block + 8 + 16 * i, group & 3)), 128);
     }
 };
 
@@ -369,7 +371,7 @@ struct MXFP4 {
         // For e = 0 and 1 a subnormal f32, else an exponent field of e - 1.
         const u32 e = load<u8>(block);
         const float scale = number(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-        scaled(out, scale, twice_e2m1().pick(nibbles<1>(block + 1, group)), 128);
+        scaled(out, scale, twice_e2m1().pick(nibbles<BYTES>(block + 1, group)), 128);
     }
 };
 
@@ -382,7 +384,7 @@ struct NVFP4 {
         const u32 byte = load<u8>(block + i);
         // Exponent and mantissa set into an f32, subnormals included, whose bias is larger by 120; half of that.
         const float scale = byte == 0x7F ? 0 : mul(number((byte & 0x7F) << 20), 0x1p119f);
-        const Codes codes = eight_bytes<4>(block + 4 + 8 * i) >> 4 * (group & 1) & 0x0F0F0F0F;
+        const Codes codes = eight_bytes<BYTES>(block + 4 + 8 * i) >> 4 * (group & 1) & 0x0F0F0F0F;
         scaled(out, scale, twice_e2m1().pick(codes), 128);
     }
 };
@@ -404,7 +406,7 @@ DEVICE u32 entry(const u16 *table, u32 index) { return load<u16>(reinterpret_cas
 // Codes of IQ1, in eighths, 128 more: -1, 0 and 1 moved up or down by an eighth.
 DEVICE Codes iq1_codes(u32 index, bool down) {
     const u32 point = selectors(entry(IQ1S, index)), values = down ? 0x00877F77 : 0x00898179;
-    return {permute(values, 0, point), permute(values, 0, point >> 16)};
+    return {permute(values, values, point), permute(values, values, point >> 16)};
 }
 
 // Codes of IQ2, 128 more: magnitudes 8, 25, 43, from the upper word where the sign is set.
@@ -438,13 +440,13 @@ struct IQ1_S {
 };
 
 // indices 32 B | qh 16 B | scales 4 x u16                 as IQ1_S, one scale per 16 weights
-// A nibble of qh for each index: three upper bits, and the shift on top. In each u16 four 3-bit scales, from the lowest bits
-// up; the four top nibbles are the four nibbles of d.
+// A nibble of qh for each index: three upper bits, and the shift on top. In each u16 four 3-bit scales, from the lowest
+// bits up; the four top nibbles are the four nibbles of d.
 struct IQ1_M {
     static constexpr int WEIGHTS = 256, BYTES = 56;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        const Codes scales = eight_bytes<8>(block + 48);
+        const Codes scales = eight_bytes<BYTES>(block + 48);
         const u32 d = (scales.low >> 12 & 0x000F) | (scales.low >> 24 & 0x00F0) | (scales.high >> 4 & 0x0F00) |
                       (scales.high >> 16 & 0xF000);
         const u32 i = group >> 1;
@@ -465,7 +467,7 @@ struct IQ2_XXS {
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
         const u8 *const part = block + 2 + 8 * (group >> 2);
-        const u32 packed = four_bytes<2>(part + 4), l = group & 3;
+        const u32 packed = four_bytes<BYTES>(part + 4), l = group & 3;
         const u32 point = entry(IQ2XXS, load<u8>(part + l));
         scaled(out, iq2_scale(half_at(block), packed >> 28), iq2_codes(point, even_signs(packed >> 7 * l & 127)), 128);
     }
@@ -501,7 +503,7 @@ struct IQ3_XXS {
     static constexpr int WEIGHTS = 256, BYTES = 98;
     static constexpr bool COMPUTES = true;
     DEVICE static void dq8(const u8 *block, u32 group, float *out) {
-        const u32 packed = four_bytes<2>(block + 66 + 4 * (group >> 2));
+        const u32 packed = four_bytes<BYTES>(block + 66 + 4 * (group >> 2));
         const u32 indices = load<u16>(block + 2 + 2 * group);
         const u32 first = entry(IQ3XXS, indices & 0xFF), second = entry(IQ3XXS, indices >> 8);
         const u32 signs = even_signs(packed >> 7 * (group & 3) & 127);
@@ -541,7 +543,7 @@ struct F32 {
         const u8 *const at = row + 32 * static_cast<u64>(group);
         const bool together = wide(at);
         for (u32 i = 0; i < 8; i += 2) {
-            const Codes pair = together ? eight_bytes<8>(at + 4 * i) : eight_bytes<4>(at + 4 * i);
+            const Codes pair = together ? eight_bytes<sizeof(u64)>(at + 4 * i) : eight_bytes<BYTES>(at + 4 * i);
             out[i] = number(pair.low);
             out[i + 1] = number(pair.high);
         }
@@ -553,7 +555,7 @@ template <class T> DEVICE void halves(const u8 *row, u32 group, float *out) {
     const u8 *const at = row + 16 * static_cast<u64>(group);
     const bool together = wide(at);
     for (u32 i = 0; i < 8; i += 4) {
-        const Codes four = together ? eight_bytes<8>(at + 2 * i) : eight_bytes<2>(at + 2 * i);
+        const Codes four = together ? eight_bytes<sizeof(u64)>(at + 2 * i) : eight_bytes<T::BYTES>(at + 2 * i);
         out[i] = T::of(four.low & 0xFFFF);
         out[i + 1] = T::of(four.low >> 16);
         out[i + 2] = T::of(four.high & 0xFFFF);

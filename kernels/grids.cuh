@@ -1,8 +1,8 @@
 // The codebooks of the grid types: the numbers of src/dequant/blocks/grids.rs, which says where they come from; a test
 // compares the two files.
 //
-// A point is a u16 of 2-bit (IQ1, IQ2) or 4-bit (IQ3) numbers, first code lowest, each an index into the few values that
-// codes can take. Kept packed: lanes look up different points, and a small table is spread over few cache lines.
+// A point is a u16 of 2-bit (IQ1, IQ2) or 4-bit (IQ3) numbers, first code lowest, each an index into the few values
+// that codes can take. Kept packed: lanes look up different points, and a small table is spread over few cache lines.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The kernels on the host: the same code as on the device, run thread by thread. Tests build it into a library and compare
-// what it does with the Rust decoders; it is no part of the program.
+// The kernels on the host: the same code as on the device, run thread by thread. Tests build it into a library and
+// compare what it does with the Rust decoders; it is no part of the program.
 
 #include <cstddef>
 #include <cstring>
@@ -11,12 +11,17 @@ struct Index {
 
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
-// Accesses at addresses that are not a multiple of their size, which the device would refuse.
+// Accesses at addresses that are not a multiple of their size, which the device would refuse; and all, by size.
 static thread_local int misaligned;
+static thread_local unsigned accesses[17];
 
 #define __global__
 #define __launch_bounds__(...)
-#define BEFORE_ACCESS(address, bytes) misaligned += reinterpret_cast<std::size_t>(address) % (bytes) != 0
+#define BEFORE_ACCESS(address, bytes)                                                                                  \
+    do {                                                                                                               \
+        misaligned += reinterpret_cast<std::size_t>(address) % (bytes) != 0;                                           \
+        accesses[bytes]++;                                                                                             \
+    } while (0)
 
 static void atomicAdd(unsigned long long *counter, unsigned long long count) { *counter += count; }
 
@@ -26,10 +31,10 @@ static void atomicAdd(unsigned long long *counter, unsigned long long count) { *
 // Weights 8 * group to 8 * group + 8 of a block. Gives the number of misaligned accesses, or -1 for an unknown type.
 extern "C" int host_dq8(const char *type, const u8 *block, u32 group, float *out) {
     misaligned = 0;
-#define DQ8(TYPE)                                                                                                       \
-    if (std::strcmp(type, #TYPE) == 0) {                                                                                \
-        TYPE::dq8(block, group, out);                                                                                   \
-        return misaligned;                                                                                              \
+#define DQ8(TYPE)                                                                                                      \
+    if (std::strcmp(type, #TYPE) == 0) {                                                                               \
+        TYPE::dq8(block, group, out);                                                                                  \
+        return misaligned;                                                                                             \
     }
     FOR_EACH_TYPE(DQ8)
     return -1;
@@ -37,28 +42,30 @@ extern "C" int host_dq8(const char *type, const u8 *block, u32 group, float *out
 
 // Weights and bytes of a type's block; nonzero for an unknown type.
 extern "C" int host_block(const char *type, u32 *weights, u32 *bytes) {
-#define BLOCK(TYPE)                                                                                                     \
-    if (std::strcmp(type, #TYPE) == 0) {                                                                                \
-        *weights = TYPE::WEIGHTS;                                                                                       \
-        *bytes = TYPE::BYTES;                                                                                           \
-        return 0;                                                                                                       \
+#define BLOCK(TYPE)                                                                                                    \
+    if (std::strcmp(type, #TYPE) == 0) {                                                                               \
+        *weights = TYPE::WEIGHTS;                                                                                      \
+        *bytes = TYPE::BYTES;                                                                                          \
+        return 0;                                                                                                      \
     }
     FOR_EACH_TYPE(BLOCK)
     return -1;
 }
 
-// Runs all threads of a launch, one after the other. Gives the number of misaligned accesses, or -1 for an unknown kernel.
+// Runs all threads of a launch, one after the other. Gives the number of misaligned accesses, or -1 for an unknown
+// kernel.
 extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *threads, const Launch *launch) {
     void (*run)(Launch) = nullptr;
-#define FIND(TYPE)                                                                                                      \
-    if (std::strcmp(kernel, "ggshard_" #TYPE) == 0) {                                                                   \
-        run = ggshard_##TYPE;                                                                                           \
+#define FIND(TYPE)                                                                                                     \
+    if (std::strcmp(kernel, "ggshard_" #TYPE) == 0) {                                                                  \
+        run = ggshard_##TYPE;                                                                                          \
     }
     FOR_EACH_TYPE(FIND)
     if (run == nullptr) {
         return -1;
     }
     misaligned = 0;
+    std::memset(accesses, 0, sizeof accesses);
     gridDim = {blocks[0], blocks[1], blocks[2]};
     blockDim = {threads[0], threads[1], threads[2]};
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) {
@@ -73,13 +80,17 @@ extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *thr
     return misaligned;
 }
 
+// How often the last launch accessed so many bytes at once.
+extern "C" u32 host_accesses(u32 bytes) { return accesses[bytes]; }
+
 // Where the fields of Launch lie, in order, and its size last.
 extern "C" void host_layout(u32 *at) {
+#define AT(FIELD) offsetof(Launch, FIELD)
     const std::size_t fields[] = {
-        offsetof(Launch, source),    offsetof(Launch, out),       offsetof(Launch, row_bytes), offsetof(Launch, skip),
-        offsetof(Launch, rows),      offsetof(Launch, cols),      offsetof(Launch, out_start), offsetof(Launch, out_stride),
-        offsetof(Launch, dtype),     offsetof(Launch, transpose), offsetof(Launch, has_scale), offsetof(Launch, has_add),
-        offsetof(Launch, scale),     offsetof(Launch, add),       offsetof(Launch, counts),    sizeof(Launch),
+        AT(source), AT(out), AT(row_bytes), AT(skip), AT(rows),
+        AT(cols), AT(out_start), AT(out_stride), AT(dtype), AT(transpose),
+        AT(has_scale), AT(has_add), AT(scale), AT(add), AT(counts),
+        sizeof(Launch),
     };
     for (std::size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         at[i] = static_cast<u32>(fields[i]);

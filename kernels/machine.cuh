@@ -1,8 +1,8 @@
-// What the device and the host compiler have different words for. No header is included, so that NVRTC needs none; compiled
-// as plain C++17 the same kernels run on the host, where tests compare them with the Rust decoders.
+// What the device and the host compiler have different words for. No header is included, so that NVRTC needs none;
+// compiled as plain C++17 the same kernels run on the host, where tests compare them with the Rust decoders.
 //
-// Arithmetic is IEEE 754 single precision, one rounding per operation: nothing is contracted to a fused multiply-add, no
-// subnormal is flushed. The host compiler needs -ffp-contract=off for that.
+// Arithmetic is IEEE 754 single precision, one rounding per operation: nothing is contracted to a fused multiply-add,
+// no subnormal is flushed. The host compiler needs -ffp-contract=off for that.
 
 #pragma once
 
@@ -41,8 +41,8 @@ DEVICE float magnitude(float value) { return fabsf(value); }
 DEVICE float nearest(double value) { return __double2float_rn(value); }
 DEVICE u32 odd_ones(u32 word) { return __popc(word) & 1; }
 
-// Byte i of the result is byte `s & 7` of a (0..4) and b (4..8), s being nibble i of `selectors`; where s has its bit 3 set,
-// it is eight copies of that byte's top bit.
+// Byte i of the result is byte `s & 7` of a (0..4) and b (4..8), s being nibble i of `selectors`; where s has its bit 3
+// set, it is eight copies of that byte's top bit.
 DEVICE u32 permute(u32 a, u32 b, u32 selectors) {
     u32 result;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selectors));
@@ -72,6 +72,8 @@ template <class T> DEVICE void store(u8 *at, T value) {
 #define HIDDEN static const
 
 inline u32 here(u32 value) { return value; }
+template <class T> inline T min(T a, T b) { return a < b ? a : b; }
+template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 
 // The includer may look at every access before it happens.
 #ifndef BEFORE_ACCESS

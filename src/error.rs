@@ -58,7 +58,8 @@ pub enum Error {
     /// Decoded values are NaN or infinite, or overflow the output type.
     #[error("{0}")]
     Nonfinite(Box<Fault>),
-    /// The output folder cannot be used: not empty, holds a source part, too little space.
+    /// The output folder cannot be used: not empty, holds a source part, too little space. Or what is in it is further from
+    /// the source than was allowed.
     #[error("{0}")]
     Output(Box<Fault>),
     /// A written checkpoint (manifest, safetensors file, index, digest) is not what it claims to be.

@@ -12,6 +12,8 @@ mod truth;
 
 #[path = "audit/arbitrary.rs"]
 mod arbitrary;
+#[path = "audit/forms.rs"]
+mod forms;
 #[path = "audit/planted.rs"]
 mod planted;
 #[path = "audit/values.rs"]

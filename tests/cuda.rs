@@ -13,6 +13,8 @@ mod gguf_writer;
 mod double;
 #[path = "cuda/failures.rs"]
 mod failures;
+#[path = "cuda/resident.rs"]
+mod resident;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -95,6 +95,7 @@ fn sizes_that_overflow_together() {
                 shape: vec![end],
                 offsets: (0, end),
                 blake3: Digest::default(),
+                deviation: None,
             };
             *file = FileEntry { bytes: file.header_bytes + end, tensors: vec![tensor], ..file.clone() };
             let sources = vec![("x".into(), "Q4_K".into())];
@@ -105,6 +106,8 @@ fn sizes_that_overflow_together() {
                 dtype,
                 cut: "column".into(),
                 sources,
+                blocks: None,
+                decoded: None,
                 nan: 0,
                 inf: 0,
                 overflow: 0,

@@ -78,37 +78,25 @@ fn the_argument_of_a_kernel_has_one_layout() {
     assert_eq!(LIBRARY.layout().map(|at| at as usize), want);
 }
 
-#[test]
-fn grids_are_computed_for_the_shape_that_kernels_have() {
-    // One group more than a block of threads has rounds for takes a second block.
-    let (threads, rounds) = LIBRARY.shape();
-    let mut launch = launch_of(8 * (threads * rounds) as u64);
+/// One group more than a block of threads has rounds for takes a second block.
+fn grids_fit_the_kernels(library: &Library) {
+    let (threads, rounds) = library.shape();
+    let mut launch = Launch { rows: 1, cols: 8 * (threads * rounds) as u64, ..Launch::default() };
     assert_eq!(launch.grid().unwrap().blocks, [1, 1, 1]);
     launch.cols += 1;
-    assert!(launch.grid().unwrap().blocks[0] > 1);
     let grid = launch.grid().unwrap();
+    assert!(grid.blocks[0] > 1);
     assert_eq!(grid.threads.iter().product::<u32>(), threads);
 }
 
-/// A launch of one row that is only asked for its grid.
-fn launch_of(cols: u64) -> Launch {
-    Launch {
-        source: 0,
-        out: 0,
-        row_bytes: 0,
-        skip: 0,
-        rows: 1,
-        cols,
-        out_start: 0,
-        out_stride: 0,
-        dtype: 0,
-        transpose: 0,
-        has_scale: 0,
-        has_add: 0,
-        scale: 1.0,
-        add: 0.0,
-        counts: 0,
-    }
+#[test]
+fn grids_are_computed_for_the_shape_that_kernels_have() {
+    grids_fit_the_kernels(&LIBRARY);
+}
+
+#[test]
+fn accesses_are_as_wide_as_they_can_be() {
+    checks::widths(&LIBRARY);
 }
 
 /// The numbers of every table of a source, by the table's first word.

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ggshard::convert::{Extras, Output, Planned, Report, Request, convert, plan, plan_with, seal};
+use ggshard::convert::{Direct, Extras, Output, Planned, Report, Request, convert, plan, plan_with, seal};
 use ggshard::dequant::FloatType;
 use ggshard::engine::Options;
 use ggshard::error::{Error, Result};
@@ -362,7 +362,7 @@ fn files_written_past_the_page_cache_are_the_same() {
     for (threads, tile_bytes) in [(0, 512 << 10), (1, 1000), (3, 20_000)] {
         let out = temp.path().join(format!("{tile_bytes}"));
         let options = Options { threads, tile_bytes, ..options(&[]) };
-        let output = Output { direct: true, ..Output::from(&out) };
+        let output = Output { direct: Direct::On, ..Output::from(&out) };
         convert(&planned, output, options, &extras(), &|_| {}).unwrap();
         assert!(read(&out) == expected, "{threads} threads, tiles of {tile_bytes} bytes");
     }

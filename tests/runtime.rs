@@ -6,6 +6,8 @@ mod folders;
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
 
+#[path = "runtime/blocks.rs"]
+mod blocks;
 #[path = "runtime/open.rs"]
 mod open;
 #[path = "runtime/stream.rs"]

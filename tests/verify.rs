@@ -43,6 +43,7 @@ fn write_file(dir: &Path, name: &str, rank: Option<u32>, tensors: Shapes<'_>) ->
         dtype: t.dtype,
         shape: t.shape,
         offsets: t.offsets,
+        deviation: None,
     };
     FileEntry {
         name: name.into(),
@@ -69,6 +70,8 @@ fn parameter(name: &str, dtype: Dtype, shape: &[u64], cut: &str) -> Parameter {
         dtype,
         cut: cut.into(),
         sources,
+        blocks: None,
+        decoded: None,
         nan: 0,
         inf: 0,
         overflow: 0,
@@ -127,6 +130,8 @@ fn checkpoint(dir: &Path) -> Manifest {
         topology: Topology { tp: 2, pp: 1, stage_layers: Vec::new(), expert_parallel: false, ranks: vec![0, 1] },
         policy: Policy {
             dtype: "bf16".into(),
+            rules: None,
+            keep_or: None,
             mtp: "keep".into(),
             part_size: 1 << 20,
             moe_pad: None,

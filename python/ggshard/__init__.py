@@ -7,6 +7,7 @@ from .errors import (
     CheckpointError,
     ContainerError,
     ContradictionError,
+    DeviceError,
     GgshardError,
     IoError,
     LayoutError,
@@ -20,7 +21,7 @@ from .errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from ._ggshard import Tensor, WeightIterator, __version__
+from ._ggshard import DeviceTensor, Tensor, WeightIterator, __version__
 from .checkpoint import RankCheckpoint, open_rank
 from .jobs import convert, inspect, plan, seal, verify
 from .weights import iter_rank, iter_weights
@@ -30,6 +31,8 @@ __all__ = [
     "CheckpointError",
     "ContainerError",
     "ContradictionError",
+    "DeviceError",
+    "DeviceTensor",
     "GgshardError",
     "IoError",
     "LayoutError",

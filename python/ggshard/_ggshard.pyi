@@ -19,6 +19,7 @@ def convert(
     choices: Mapping[str, Any],
     ranks: Optional[Sequence[int]],
     threads: int,
+    device: str,
     config: Optional[_Path],
     allow_nonfinite: bool,
     io: str,
@@ -36,7 +37,9 @@ def verify(
     progress: Optional[_Progress],
 ) -> dict[str, Any]: ...
 def iter_weights(src: _Path, choices: Mapping[str, Any]) -> WeightIterator: ...
-def iter_rank(src: _Path, layout: Mapping[str, Any], choices: Mapping[str, Any]) -> WeightIterator: ...
+def iter_rank(
+    src: _Path, layout: Mapping[str, Any], choices: Mapping[str, Any], device: Optional[int]
+) -> WeightIterator: ...
 
 @final
 class Tensor:
@@ -66,6 +69,37 @@ class Tensor:
         self,
         *,
         stream: None = None,
+        max_version: Optional[tuple[int, int]] = None,
+        dl_device: Optional[tuple[int, int]] = None,
+        copy: Optional[bool] = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class DeviceTensor:
+    """A tensor in the memory of a CUDA device, which lives as long as any array over it does."""
+
+    @property
+    def dtype(self) -> str:
+        """The element type, by its safetensors name: ``"BF16"``, ``"F32"``, …"""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, the slowest axis first."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+    @property
+    def device(self) -> str:
+        """The device, as PyTorch names it: ``"cuda:0"``."""
+    @property
+    def data_ptr(self) -> int:
+        """The address on the device."""
+    def tobytes(self) -> bytes:
+        """A copy of the bytes in host memory, little-endian and row-major."""
+    def __dlpack__(
+        self,
+        *,
+        stream: Optional[int] = None,
         max_version: Optional[tuple[int, int]] = None,
         dl_device: Optional[tuple[int, int]] = None,
         copy: Optional[bool] = None,

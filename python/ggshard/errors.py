@@ -107,5 +107,9 @@ class CheckpointError(GgshardError):
     """A written checkpoint is not what it claims to be, or not what the reader needs."""
 
 
+class DeviceError(GgshardError):
+    """A CUDA device that was asked for is not there, or failed."""
+
+
 class IoError(GgshardError, OSError):
     """The operating system refused an operation; ``errno`` is its own number, where it gave one."""

@@ -24,6 +24,8 @@ def plan(
     profile: str = "hf",
     mapping: Optional[str] = None,
     dtype: str = "bf16",
+    policy: Optional[Path] = None,
+    keep_or: Optional[str] = None,
     mtp: str = "keep",
     ep: bool = False,
     pp: int = 1,
@@ -36,7 +38,8 @@ def plan(
 
     With ``header_only`` the source is a header whose tensor data is not there.
     """
-    return _ggshard.plan(src, _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size), header_only)
+    choices = _choices(tp, profile, mapping, dtype, policy, keep_or, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    return _ggshard.plan(src, choices, header_only)
 
 
 def convert(
@@ -47,6 +50,8 @@ def convert(
     profile: str = "hf",
     mapping: Optional[str] = None,
     dtype: str = "bf16",
+    policy: Optional[Path] = None,
+    keep_or: Optional[str] = None,
     mtp: str = "keep",
     ep: bool = False,
     pp: int = 1,
@@ -55,12 +60,14 @@ def convert(
     part_size: Optional[int] = None,
     ranks: Optional[Sequence[int]] = None,
     threads: int = 0,
+    device: str = "cpu",
     config: Optional[Path] = None,
     allow_nonfinite: bool = False,
     io: str = "auto",
     resume: bool = False,
     same_source: bool = False,
     hash_source: bool = False,
+    direct: Optional[bool] = None,
     seal: Optional[bool] = None,
     progress: Optional[Progress] = None,
 ) -> dict[str, Any]:
@@ -69,13 +76,18 @@ def convert(
     :param tp: number of tensor-parallel ranks
     :param profile: the layout: a built-in profile or a TOML file
     :param mapping: the names: a built-in mapping or a TOML file; by default the one that fits the file
-    :param dtype: ``"bf16"``, ``"f16"`` or ``"f32"``: output type of weights that are not pinned to another
+    :param dtype: ``"bf16"``, ``"f16"`` or ``"f32"``: output type of weights that are not pinned to another; ``"fp8"`` is
+        ``policy="deepseek-fp8"`` and ``"keep"`` is ``policy="keep"``, both with bf16 for the other weights
+    :param policy: which weights are written in which form: a built-in output policy or a TOML file
+    :param keep_or: a float type for weights whose blocks are to be kept, but are cut through; by default that is refused
     :param mtp: ``"keep"``, ``"drop"`` or ``"only"``: what becomes of multi-token-prediction blocks
     :param ep: ranks hold whole experts instead of a slice of every expert
     :param pp: number of pipeline stages; ``pp_layers`` gives the blocks of each instead
     :param moe_pad: pad each rank's rows of an expert to a multiple of this
     :param part_size: begin a new file at this many bytes
     :param threads: number of threads; 0 for one per CPU
+    :param device: what decodes: ``"cpu"``, ``"cuda"``, ``"cuda:0,1"``, or ``"auto"``, as the program's ``--device``. No driver
+        is loaded unasked, since processes that are forked from one that has it cannot use it
     :param config: the model's ``config.json``, or a folder that holds it and tokenizer files
     :param allow_nonfinite: let NaN, infinite and overflowing values through; they are counted
     :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
@@ -84,6 +96,7 @@ def convert(
         early
     :param same_source: the source may be a copy of the one that the earlier call had
     :param hash_source: put the BLAKE3 of the source's files into the manifest
+    :param direct: write past the page cache; by default where it is worth it, as the program's ``--direct=auto``
     :param seal: whether ``out`` is a checkpoint at the end; by default, if all ranks are made. Otherwise :func:`seal` makes
         it one when other processes have made the other ranks
     :param progress: told how far it is
@@ -91,9 +104,9 @@ def convert(
     All or nothing: on any error, on Ctrl-C, and when ``progress`` raises before everything is done, nothing remains in
     ``out``; with ``resume``, files that are finished remain, in a folder that no stack takes for a checkpoint.
     """
-    choices = _choices(tp, profile, mapping, dtype, mtp, ep, pp, pp_layers, moe_pad, part_size)
-    ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source}
-    return _ggshard.convert(src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress)
+    choices = _choices(tp, profile, mapping, dtype, policy, keep_or, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source, "direct": direct}
+    return _ggshard.convert(src, out, choices, ranks, threads, device, config, allow_nonfinite, io, ending, progress)
 
 
 def seal(dir: Path, *, ranks: Sequence[int] = ()) -> dict[str, Any]:
@@ -131,6 +144,8 @@ def _choices(
     profile: str,
     mapping: Optional[str],
     dtype: str,
+    policy: Optional[Path],
+    keep_or: Optional[str],
     mtp: str,
     ep: bool,
     pp: int,
@@ -143,6 +158,8 @@ def _choices(
         "profile": profile,
         "mapping": mapping,
         "dtype": dtype,
+        "policy": None if policy is None else os.fspath(policy),
+        "keep_or": keep_or,
         "mtp": mtp,
         "ep": ep,
         "pp": pp,

@@ -56,11 +56,14 @@ def iter_rank(
     memory: int = MEMORY,
     allow_nonfinite: bool = False,
     io: str = "auto",
+    device: str = "cpu",
 ) -> WeightIterator:
     """As :func:`iter_weights`, for the parameters that one rank holds under a profile: what ``convert`` would write.
 
     :param set: ``"main"`` or ``"draft"``; by default both
     :param stage: the pipeline stage; by default all of them
+    :param device: ``"cuda"`` or ``"cuda:1"``: the parameters come to be in the memory of that device, as
+        :class:`DeviceTensor`. Quantized bytes are sent there and decoded where they stay; ``memory`` bounds memory of the device
     """
     layout = {
         "profile": profile,
@@ -73,7 +76,18 @@ def iter_rank(
         "moe_pad": moe_pad,
         "set": set,
     }
-    return _ggshard.iter_rank(src, layout, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite, io))
+    choices = _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite, io)
+    return _ggshard.iter_rank(src, layout, choices, _ordinal(device))
+
+
+def _ordinal(device: str) -> Optional[int]:
+    """The number of a CUDA device; ``None`` for the CPU."""
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return None
+    if kind == "cuda" and (number.isascii() and number.isdigit() or device == "cuda"):
+        return int(number or 0)
+    raise ValueError(f"device is {device!r}; expected 'cpu', 'cuda' or 'cuda:0'")
 
 
 def _choices(

@@ -5,7 +5,9 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
+use std::sync::Arc;
 
+use ggshard::cuda::Memory;
 use ggshard::dtype::Dtype;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -15,6 +17,8 @@ use crate::tensor::Bytes;
 
 /// `kDLCPU` and the only device of that kind.
 pub const DEVICE: (i32, i32) = (1, 0);
+/// `kDLCUDA`.
+pub const CUDA: i32 = 2;
 /// `DLPACK_FLAG_BITMASK_READ_ONLY`.
 const READ_ONLY: u64 = 1;
 /// `DLPACK_FLAG_BITMASK_IS_COPIED`.
@@ -71,7 +75,40 @@ struct Managed<H> {
     header: H,
     /// The shape, then the strides.
     _extents: Box<[i64]>,
-    _bytes: Bytes,
+    _owner: Owner,
+}
+
+/// What holds the elements, and keeps them there.
+pub enum Owner {
+    /// Memory of the host, which nobody may write to.
+    Host(Bytes),
+    /// Memory of a CUDA device, which is the consumer's to write to.
+    Device(Arc<Memory>),
+}
+
+impl Owner {
+    fn data(&self) -> *mut c_void {
+        match self {
+            Owner::Host(bytes) => (**bytes).as_ref().as_ptr().cast_mut().cast(),
+            // An address of the device, which is no pointer here.
+            Owner::Device(memory) => ptr::without_provenance_mut(memory.address() as usize),
+        }
+    }
+
+    fn device(&self) -> Device {
+        match self {
+            Owner::Host(_) => Device { kind: DEVICE.0, id: DEVICE.1 },
+            Owner::Device(memory) => Device { kind: CUDA, id: memory.device() as i32 },
+        }
+    }
+
+    fn flags(&self, wanted: Wanted) -> u64 {
+        match self {
+            Owner::Host(_) if wanted.copied => IS_COPIED,
+            Owner::Host(_) => READ_ONLY,
+            Owner::Device(_) => 0,
+        }
+    }
 }
 
 /// What a consumer asked for.
@@ -101,10 +138,10 @@ fn element(dtype: Dtype) -> Element {
     Element { code, bits: dtype.bytes() as u8 * 8, lanes: 1 }
 }
 
-/// A capsule over `bytes`, which hold a tensor of `dtype` and `shape`, row-major.
+/// A capsule over what `owner` holds: a tensor of `dtype` and `shape`, row-major.
 pub fn capsule<'py>(
     py: Python<'py>,
-    bytes: Bytes,
+    owner: Owner,
     dtype: Dtype,
     shape: &[u64],
     wanted: Wanted,
@@ -123,8 +160,8 @@ pub fn capsule<'py>(
     extents.extend(strides);
     let mut extents = extents.into_boxed_slice();
     let tensor = DlTensor {
-        data: (*bytes).as_ref().as_ptr().cast_mut().cast(),
-        device: Device { kind: DEVICE.0, id: DEVICE.1 },
+        data: owner.data(),
+        device: owner.device(),
         dims: shape.len() as i32,
         element: element(dtype),
         shape: extents.as_mut_ptr(),
@@ -134,12 +171,12 @@ pub fn capsule<'py>(
     };
     let context = ptr::null_mut();
     let (header, name): (*mut c_void, &CStr) = if wanted.versioned {
-        let flags = if wanted.copied { IS_COPIED } else { READ_ONLY };
+        let flags = owner.flags(wanted);
         let header = Versioned { major: 1, minor: 0, context, deleter: Some(delete::<Versioned>), flags, tensor };
-        (Box::into_raw(Box::new(Managed { header, _extents: extents, _bytes: bytes })).cast(), VERSIONED)
+        (Box::into_raw(Box::new(Managed { header, _extents: extents, _owner: owner })).cast(), VERSIONED)
     } else {
         let header = Plain { tensor, context, deleter: Some(delete::<Plain>) };
-        (Box::into_raw(Box::new(Managed { header, _extents: extents, _bytes: bytes })).cast(), PLAIN)
+        (Box::into_raw(Box::new(Managed { header, _extents: extents, _owner: owner })).cast(), PLAIN)
     };
     let destructor = if wanted.versioned { destroy_versioned } else { destroy_plain };
     // SAFETY: the interpreter is attached, the pointer is not null and the name is static.

@@ -22,6 +22,7 @@ fn class(error: &Error) -> &'static str {
         Error::Nonfinite(_) => "NonfiniteError",
         Error::Output(_) => "OutputError",
         Error::Checkpoint(_) => "CheckpointError",
+        Error::Device(_) => "DeviceError",
         // The enum grows: what has no class of its own, such as a stop that was asked for, is the common one.
         _ => "GgshardError",
     }

@@ -16,7 +16,10 @@ use crate::errors::raise;
 use crate::json::to_dict;
 use crate::watch;
 
-/// The output type of that name.
+/// Output types of files that are no float types; there is an output policy behind each.
+const POLICIES: [&str; 2] = ["fp8", "keep"];
+
+/// The float type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
     match name.to_ascii_lowercase().as_str() {
         "bf16" => Ok(FloatType::BF16),
@@ -52,6 +55,8 @@ pub struct Choices {
     profile: String,
     mapping: Option<String>,
     dtype: String,
+    policy: Option<String>,
+    keep_or: Option<String>,
     mtp: String,
     ep: bool,
     pp: u32,
@@ -67,18 +72,24 @@ impl Choices {
             return Err(PyValueError::new_err("tp and pp are at least 1"));
         }
         let stage_layers = self.pp_layers.unwrap_or_default();
-        Ok(Request {
+        let dtype = self.dtype.to_ascii_lowercase();
+        if !POLICIES.contains(&dtype.as_str()) {
+            float_type(&dtype)?;
+        }
+        let request = Request {
             mapping: self.mapping,
             profile: self.profile,
             tp: self.tp,
-            dtype: float_type(&self.dtype)?,
+            keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
             mtp: mtp_policy(&self.mtp)?,
             part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
             pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },
             stage_layers,
             expert_parallel: self.ep,
             moe_pad: self.moe_pad,
-        })
+            ..Request::default()
+        };
+        request.typed(&dtype, self.policy).map_err(raise)
     }
 }
 
@@ -99,7 +110,7 @@ pub fn plan(py: Python<'_>, src: PathBuf, choices: Choices, header_only: bool) -
 
 /// Writes a checkpoint.
 #[pyfunction]
-#[pyo3(signature = (src, out, choices, ranks, threads, config, allow_nonfinite, io, ending, progress))]
+#[pyo3(signature = (src, out, choices, ranks, threads, device, config, allow_nonfinite, io, ending, progress))]
 #[expect(clippy::too_many_arguments, reason = "each is a keyword of the Python function")]
 pub fn convert(
     py: Python<'_>,
@@ -108,6 +119,7 @@ pub fn convert(
     choices: Choices,
     ranks: Option<Vec<u32>>,
     threads: usize,
+    device: String,
     config: Option<PathBuf>,
     allow_nonfinite: bool,
     io: String,
@@ -116,6 +128,7 @@ pub fn convert(
 ) -> PyResult<Bound<'_, PyAny>> {
     let request = choices.request()?;
     let opening = opening(&io)?;
+    let device: engine::Device = device.parse().map_err(PyValueError::new_err)?;
     if ranks.as_ref().is_some_and(Vec::is_empty) {
         return Err(PyValueError::new_err("ranks is empty; expected the ranks to write, or None for all"));
     }
@@ -126,11 +139,16 @@ pub fn convert(
         let wanted = planned.plan.files.iter().filter(|f| ranks.is_empty() || ranks.contains(&f.rank));
         meter.total.store(wanted.map(|f| f.data_bytes).sum(), Ordering::Relaxed);
         let cancel = Some(meter.cancel.clone());
-        let Ending { resume, same_source, seal, hash_source } = ending;
+        let Ending { resume, same_source, seal, hash_source, direct } = ending;
+        let direct = match direct {
+            None => conversion::Direct::Auto,
+            Some(true) => conversion::Direct::On,
+            Some(false) => conversion::Direct::Off,
+        };
         let options =
-            engine::Options { ranks, threads, allow_nonfinite, hash_source, cancel, ..engine::Options::default() };
+            engine::Options { ranks, threads, device, allow_nonfinite, hash_source, cancel, ..Default::default() };
         // Who resumes wants to resume again.
-        let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal };
+        let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal, direct };
         let progress = |bytes| {
             meter.done.fetch_add(bytes, Ordering::Relaxed);
         };
@@ -147,6 +165,7 @@ pub struct Ending {
     same_source: bool,
     seal: Option<bool>,
     hash_source: bool,
+    direct: Option<bool>,
 }
 
 /// Makes a folder of converted ranks a checkpoint.

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 mod checkpoint;
+mod device;
 mod dlpack;
 mod errors;
 mod jobs;
@@ -16,6 +17,8 @@ mod weights;
 mod _ggshard {
     #[pymodule_export]
     use crate::checkpoint::Rank;
+    #[pymodule_export]
+    use crate::device::DeviceTensor;
     #[pymodule_export]
     use crate::jobs::{convert, inspect, plan, seal, verify};
     #[pymodule_export]

@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyBufferError, PyModuleNotFoundError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::dlpack::{self, Wanted};
+use crate::dlpack::{self, Owner, Wanted};
 
 /// The bytes of a tensor and whatever keeps them alive: a mapped file or a buffer.
 pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
@@ -143,7 +143,7 @@ impl Tensor {
         // As bytes, which every version of PyTorch takes; newer element types are not in every version's DLPack.
         let length = self.nbytes() as u64;
         let wanted = Wanted { versioned: false, copied: false };
-        let capsule = dlpack::capsule(py, self.bytes.clone(), Dtype::U8, &[length], wanted)?;
+        let capsule = dlpack::capsule(py, Owner::Host(self.bytes.clone()), Dtype::U8, &[length], wanted)?;
         let flat = torch.getattr("utils")?.getattr("dlpack")?.call_method1("from_dlpack", (capsule,))?;
         let typed = flat.call_method1("view", (torch.getattr(self.torch_type())?,))?;
         typed.call_method1("reshape", (PyTuple::new(py, &self.shape)?,))
@@ -168,7 +168,7 @@ impl Tensor {
         let copied = copy == Some(true);
         let bytes: Bytes = if copied { Arc::new((*self.bytes).as_ref().to_vec()) } else { self.bytes.clone() };
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        dlpack::capsule(py, bytes, self.dtype, &self.shape, Wanted { versioned, copied })
+        dlpack::capsule(py, Owner::Host(bytes), self.dtype, &self.shape, Wanted { versioned, copied })
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

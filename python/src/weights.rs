@@ -4,10 +4,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ggshard::gguf::OpenOptions;
-use ggshard::runtime::{RankOptions, Source, WeightOptions, Weights};
+use ggshard::runtime::{DeviceLoaded, DeviceWeights, Loaded, RankOptions, Source, WeightOptions, Weights};
 use pyo3::prelude::*;
 
 use crate::checkpoint::set;
+use crate::device::DeviceTensor;
 use crate::errors::raise;
 use crate::jobs::{float_type, mtp_policy, opening};
 use crate::tensor::Tensor;
@@ -69,11 +70,39 @@ impl RankChoices {
 
 /// An iterator over names and tensors. Any thread may take the next; each is given once.
 #[pyclass(frozen, module = "ggshard._ggshard")]
-pub struct WeightIterator(Mutex<Option<Weights>>);
+pub struct WeightIterator(Mutex<Option<Stream>>);
+
+/// Where the parameters come to be.
+enum Stream {
+    Host(Weights),
+    Device(DeviceWeights),
+}
+
+impl Stream {
+    fn weights(&self) -> &Weights {
+        match self {
+            Stream::Host(weights) => weights,
+            Stream::Device(weights) => weights.weights(),
+        }
+    }
+
+    fn next(&mut self) -> Option<ggshard::Result<Item>> {
+        match self {
+            Stream::Host(weights) => weights.next().map(|next| next.map(Item::Host)),
+            Stream::Device(weights) => weights.next().map(|next| next.map(Item::Device)),
+        }
+    }
+}
+
+/// A parameter.
+enum Item {
+    Host(Loaded),
+    Device(DeviceLoaded),
+}
 
 impl WeightIterator {
-    fn new(py: Python<'_>, start: impl FnOnce() -> ggshard::Result<Weights> + Send) -> PyResult<Self> {
-        py.detach(start).map(|weights| WeightIterator(Mutex::new(Some(weights)))).map_err(raise)
+    fn new(py: Python<'_>, start: impl FnOnce() -> ggshard::Result<Stream> + Send) -> PyResult<Self> {
+        py.detach(start).map(|stream| WeightIterator(Mutex::new(Some(stream)))).map_err(raise)
     }
 }
 
@@ -83,22 +112,30 @@ impl WeightIterator {
         slf
     }
 
-    fn __next__(&self, py: Python<'_>) -> PyResult<Option<(String, Tensor)>> {
-        let next =
-            py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut().and_then(Iterator::next));
-        let Some(loaded) = next.transpose().map_err(raise)? else { return Ok(None) };
-        Ok(Some((loaded.name, Tensor::new(Arc::new(loaded.bytes), loaded.dtype, loaded.shape))))
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<(String, Py<PyAny>)>> {
+        let next = py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut().and_then(Stream::next));
+        Ok(match next.transpose().map_err(raise)? {
+            None => None,
+            Some(Item::Host(Loaded { name, bytes, dtype, shape, .. })) => {
+                Some((name, Py::new(py, Tensor::new(Arc::new(bytes), dtype, shape))?.into_any()))
+            }
+            Some(Item::Device(DeviceLoaded { name, memory, dtype, shape, .. })) => {
+                Some((name, Py::new(py, DeviceTensor::new(memory, dtype, shape))?.into_any()))
+            }
+        })
     }
 
     /// How many are yet to come.
     fn __length_hint__(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Weights::remaining))
+        py.detach(|| {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, |s| s.weights().remaining())
+        })
     }
 
     /// What the user should know, in sentences.
     #[getter]
     fn warnings(&self, py: Python<'_>) -> Vec<String> {
-        let of = |weights: &Weights| weights.warnings().to_vec();
+        let of = |stream: &Stream| stream.weights().warnings().to_vec();
         py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or_else(Vec::new, of))
     }
 
@@ -120,18 +157,26 @@ impl Drop for WeightIterator {
 #[pyfunction]
 pub fn iter_weights(py: Python<'_>, src: PathBuf, choices: WeightChoices) -> PyResult<WeightIterator> {
     let (options, opening) = choices.options()?;
-    WeightIterator::new(py, || Source::open_with(&src, opening)?.weights(options))
+    WeightIterator::new(py, || Source::open_with(&src, opening)?.weights(options).map(Stream::Host))
 }
 
-/// One rank's parameters of a layout.
+/// One rank's parameters of a layout, in host memory or on a device.
 #[pyfunction]
+#[pyo3(signature = (src, layout, choices, device))]
 pub fn iter_rank(
     py: Python<'_>,
     src: PathBuf,
     layout: RankChoices,
     choices: WeightChoices,
+    device: Option<u32>,
 ) -> PyResult<WeightIterator> {
     let (weights, opening) = choices.options()?;
     let options = layout.options(weights)?;
-    WeightIterator::new(py, || Source::open_with(&src, opening)?.rank(options))
+    WeightIterator::new(py, || {
+        let source = Source::open_with(&src, opening)?;
+        match device {
+            Some(device) => source.rank_on(options, device).map(Stream::Device),
+            None => source.rank(options).map(Stream::Host),
+        }
+    })
 }

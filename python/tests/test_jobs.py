@@ -36,6 +36,11 @@ def test_choices_reach_the_plan():
     assert ggshard.plan(GLM, tp=2, profile="vllm-0.32-cpu", ep=True)["expert_parallel"]
     assert ggshard.plan(GLM, tp=1, profile="vllm-0.32-cpu", pp=2)["pp"] == 2
     assert ggshard.plan(GLM, tp=1, mapping="raw")["mapping"]["name"] == "raw"
+    assert ggshard.plan(GLM, tp=1, dtype="fp8")["policy"]["name"] == "deepseek-fp8"
+    kept = ggshard.plan(DEEPSEEK, tp=2, policy="keep", keep_or="f16")
+    assert {"U8", "F16"} < set(kept["ranks"][0]["by_dtype"])
+    with pytest.raises(ggshard.GgshardError, match="keep-or"):
+        ggshard.plan(DEEPSEEK, tp=2, dtype="keep")
 
 
 def test_the_same_bytes_whatever_the_threads_and_ranks_one_by_one(tmp_path):
@@ -71,6 +76,16 @@ def test_digests_of_the_source_are_in_the_manifest(tmp_path):
     ggshard.convert(GLM, tmp_path / "out", tp=2, hash_source=True)
     manifest = json.loads((tmp_path / "out" / "ggshard.json").read_text())
     assert [part["blake3"] for part in manifest["source"]["parts"]] == [blake3.blake3(GLM.read_bytes()).hexdigest()]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_files_written_past_the_page_cache_or_not_are_the_same(tmp_path, direct):
+    def files(folder):
+        return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    ggshard.convert(GLM, tmp_path / "default", tp=2)
+    ggshard.convert(GLM, tmp_path / "chosen", tp=2, direct=direct)
+    assert files(tmp_path / "chosen") == files(tmp_path / "default")
 
 
 def test_verify_finds_nothing_then_a_flipped_byte(tmp_path):

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum};
+use ggshard::convert::Direct;
 use ggshard::dequant::FloatType;
 use ggshard::engine::Device;
 use ggshard::gguf::Io;
@@ -42,6 +43,8 @@ pub enum Command {
     Mappings(Library),
     /// List the built-in profiles, or show one: which stack it is for, what it was checked against, the launch it assumes.
     Profiles(Library),
+    /// List the built-in output policies, or show one: which weights are written in which form.
+    Policies(Library),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -102,6 +105,27 @@ impl From<IoArg> for Io {
     }
 }
 
+/// When output is written past the page cache.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum DirectArg {
+    /// Where it is worth it.
+    Auto,
+    /// Wherever the file system knows how.
+    On,
+    /// Never.
+    Off,
+}
+
+impl From<DirectArg> for Direct {
+    fn from(arg: DirectArg) -> Self {
+        match arg {
+            DirectArg::Auto => Direct::Auto,
+            DirectArg::On => Direct::On,
+            DirectArg::Off => Direct::Off,
+        }
+    }
+}
+
 /// The choices that make a plan.
 #[derive(Debug, clap::Args)]
 pub struct PlanChoices {
@@ -116,9 +140,16 @@ pub struct PlanChoices {
     /// The names: a built-in mapping or a TOML file. Default: the one that fits the file.
     #[arg(long, value_name = "MAPPING")]
     pub mapping: Option<String>,
-    /// Output type of weights that are not pinned to another.
+    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, keep is --policy keep, both with
+    /// bf16 for the rest.
     #[arg(long, value_name = "DTYPE", default_value = "bf16")]
     pub dtype: DtypeArg,
+    /// Which weights are written in which form: a built-in policy or a TOML file. What it has no rule for follows --dtype.
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<String>,
+    /// Where a cut goes through blocks that the policy keeps, decode the weight to this type. Default: refuse.
+    #[arg(long, value_name = "DTYPE")]
+    pub keep_or: Option<FloatArg>,
     /// What to do with multi-token-prediction blocks.
     #[arg(long, value_name = "WHAT", default_value = "keep")]
     pub mtp: MtpArg,
@@ -149,6 +180,9 @@ pub struct PlanArgs {
     /// The source is a header whose tensor data is not there.
     #[arg(long)]
     pub header_only: bool,
+    /// Say whether each rank's weights fit a GPU of this much memory, as in 96G.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub gpu_memory: Option<u64>,
     /// Print one JSON document, with every parameter.
     #[arg(long)]
     pub json: bool,
@@ -179,10 +213,11 @@ pub struct Convert {
     /// Number of threads. Default: one per CPU.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
-    /// Write past the page cache (O_DIRECT): less CPU time per byte, and other programs keep their cached files. Without
-    /// --threads there are four workers per CPU then, since each waits for the disk.
-    #[arg(long)]
-    pub direct: bool,
+    /// Write past the page cache (O_DIRECT): less CPU time per byte, and other programs keep their cached files. auto: from
+    /// 1 GiB of output on, on ext4, and without --threads; there are four workers per CPU then, since each waits for the disk.
+    #[arg(long, value_name = "WHEN", value_enum, default_value = "auto", num_args = 0..=1, require_equals = true,
+        default_missing_value = "on")]
+    pub direct: DirectArg,
     /// What decodes: auto, cpu, cuda (the first device), or cuda:N,M. It changes no byte of the output. auto is the first
     /// CUDA device if there are at most 4 threads and at least 64 MiB of output, and the CPU otherwise or if that fails.
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
@@ -194,6 +229,9 @@ pub struct Convert {
     /// Let NaN, infinite and overflowing values through; they are counted in the manifest.
     #[arg(long)]
     pub allow_nonfinite: bool,
+    /// Fail if the relative RMS error of an encoded tensor is larger, as in 0.03. Finished files stay for --resume.
+    #[arg(long, value_name = "X", value_parser = max_rms)]
+    pub max_error: Option<f64>,
     /// The model's own config.json, or a folder that holds it (its tokenizer files are copied as well). It is checked against
     /// the GGUF. Default: derived from the GGUF.
     #[arg(long, value_name = "FILE|DIR")]
@@ -287,7 +325,7 @@ pub struct Devices {
     pub json: bool,
 }
 
-/// `ggshard mappings`, `ggshard profiles`
+/// `ggshard mappings`, `ggshard profiles`, `ggshard policies`
 #[derive(Debug, clap::Args)]
 pub struct Library {
     /// The one to show: a built-in name or a TOML file.
@@ -298,19 +336,44 @@ pub struct Library {
 }
 
 /// Output types.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DtypeArg {
+    Bf16,
+    F16,
+    F32,
+    /// E4M3 in blocks for linear projections, as DeepSeek publishes.
+    Fp8,
+    /// The source's own quantized blocks.
+    Keep,
+}
+
+/// Float types.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FloatArg {
     Bf16,
     F16,
     F32,
 }
 
-impl From<DtypeArg> for FloatType {
-    fn from(arg: DtypeArg) -> Self {
+impl From<FloatArg> for FloatType {
+    fn from(arg: FloatArg) -> Self {
         match arg {
-            DtypeArg::Bf16 => FloatType::BF16,
-            DtypeArg::F16 => FloatType::F16,
-            DtypeArg::F32 => FloatType::F32,
+            FloatArg::Bf16 => FloatType::BF16,
+            FloatArg::F16 => FloatType::F16,
+            FloatArg::F32 => FloatType::F32,
+        }
+    }
+}
+
+impl DtypeArg {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            DtypeArg::Bf16 => "bf16",
+            DtypeArg::F16 => "f16",
+            DtypeArg::F32 => "f32",
+            DtypeArg::Fp8 => "fp8",
+            DtypeArg::Keep => "keep",
         }
     }
 }

@@ -1,9 +1,9 @@
-//! `ggshard mappings` and `ggshard profiles`: what is built in, and what it says.
+//! `ggshard mappings`, `ggshard profiles` and `ggshard policies`: what is built in, and what it says.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
-use ggshard::mapping::{Mapping, Profile, RulesId, builtin_mappings};
+use ggshard::mapping::{Mapping, OutputPolicy, Profile, RulesId, builtin_mappings};
 use serde::Serialize;
 
 use super::args::Library;
@@ -28,7 +28,17 @@ struct ProfileRow {
     about: String,
     checked: String,
     launch: Vec<String>,
+    /// Forms of weights beside plain floats.
+    formats: Vec<&'static str>,
     classes: Vec<String>,
+}
+
+/// An output policy in a list.
+#[derive(Serialize)]
+struct PolicyRow {
+    #[serde(flatten)]
+    id: RulesId,
+    about: String,
 }
 
 fn mapping_row(mapping: &Mapping) -> MappingRow {
@@ -53,6 +63,7 @@ fn profile_row(profile: &Profile) -> ProfileRow {
         about: rules.about.clone(),
         checked: rules.checked.clone(),
         launch: rules.launch.clone(),
+        formats: rules.formats.iter().flatten().map(|format| format.name()).collect(),
         classes,
     }
 }
@@ -111,6 +122,27 @@ pub fn profiles(args: &Library) -> Result<ExitCode> {
                 print(&format!("{:16} launch: {line}\n", ""))?;
             }
         }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `ggshard policies`
+pub fn policies(args: &Library) -> Result<ExitCode> {
+    let row = |policy: &OutputPolicy| PolicyRow { id: policy.id(), about: policy.rules.about.clone() };
+    if let Some(name) = &args.name {
+        let policy = OutputPolicy::load(name)?;
+        if args.json {
+            print_json(&row(&policy))?;
+        } else {
+            print(&policy.source())?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let rows: Vec<PolicyRow> = OutputPolicy::all()?.iter().map(row).collect();
+    if args.json {
+        print_json(&rows)?;
+    } else {
+        rows.iter().try_for_each(|row| print(&format!("{:16} {}\n", row.id.name, row.about)))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -11,6 +11,7 @@ use ggshard::check;
 use ggshard::convert::{self, Planned, Request};
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet, OpenOptions};
+use ggshard::output::{Deviating, Deviation};
 use ggshard::plan::Picture;
 use ggshard::verify;
 use serde::Serialize;
@@ -31,6 +32,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Devices(args) => devices::devices(&args),
         Command::Mappings(args) => library::mappings(&args),
         Command::Profiles(args) => library::profiles(&args),
+        Command::Policies(args) => library::policies(&args),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "ggshard", &mut script);
@@ -88,30 +90,33 @@ fn opening(choices: &ReadChoices, on_map: fn(&Path, Range<usize>)) -> OpenOption
     OpenOptions { io: choices.io.into(), on_map: Some(on_map), ..OpenOptions::default() }
 }
 
-fn request(choices: &PlanChoices) -> Request {
-    Request {
+fn request(choices: &PlanChoices) -> Result<Request> {
+    let request = Request {
         mapping: choices.mapping.clone(),
         profile: choices.profile.clone(),
         tp: choices.tp,
-        dtype: choices.dtype.into(),
+        keep_or: choices.keep_or.map(Into::into),
         mtp: choices.mtp.into(),
         part_size: choices.part_size,
         pp: choices.pp.unwrap_or(choices.pp_layers.len().max(1) as u32),
         stage_layers: choices.pp_layers.clone(),
         expert_parallel: choices.ep,
         moe_pad: choices.moe_pad,
-    }
+        ..Request::default()
+    };
+    Ok(request.typed(choices.dtype.name(), choices.policy.clone())?)
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let opening = OpenOptions { header_only: args.header_only, ..opening(&args.choices.read, sigbus::reading) };
-    let planned = convert::plan_set(GgufSet::open_with(&args.choices.source, opening)?, &request(&args.choices))?;
+    let planned = convert::plan_set(GgufSet::open_with(&args.choices.source, opening)?, &request(&args.choices)?)?;
     // Whatever `convert` would refuse about the config, it refuses here.
     convert::extras(&planned, None)?;
     if let Some(path) = &args.html {
         page::write(path, picture(&planned).to_html().as_bytes())?;
     }
-    let summary = planned.plan.summary(&planned.mapping.chosen, args.json);
+    let mut summary = planned.plan.summary(&planned.mapping.chosen, args.json);
+    summary.gpu_memory = args.gpu_memory.map(|bytes| summary.fit(bytes));
     if args.json {
         print_json(&summary)?;
     } else {
@@ -133,7 +138,7 @@ fn picture(planned: &Planned) -> Picture {
 fn convert(args: &Convert) -> Result<ExitCode> {
     let signals = Signals::heed()?;
     let set = GgufSet::open_with(&args.choices.source, opening(&args.choices.read, sigbus::converting))?;
-    let planned = convert::plan_set(set, &request(&args.choices))?;
+    let planned = convert::plan_set(set, &request(&args.choices)?)?;
     let Planned { plan, mapping, .. } = &planned;
     tracing::info!(mapping = plan.model.mapping.name, "{}", mapping.chosen);
     let extras = convert::extras(&planned, args.config.as_deref())?;
@@ -148,6 +153,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         buffer_bytes: args.mem_limit,
         allow_nonfinite: args.allow_nonfinite,
+        max_error: args.max_error,
         track_reads: args.track_reads,
         hash_source: args.hash_source,
         device: args.device.clone(),
@@ -162,7 +168,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         keep: true,
         same_source: args.same_source,
         seal: args.seal.then_some(true),
-        direct: args.direct,
+        direct: args.direct.into(),
     };
     let result = convert::convert(&planned, output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
@@ -178,6 +184,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
     } else {
         let summary = plan.summary(&mapping.chosen, false);
         let notes: String = extras.notes.iter().map(|note| format!("note       {note}\n")).collect();
+        let worst: String = report.worst.tensors().iter().map(deviation).collect();
         let kept = match report.kept_files {
             0 => String::new(),
             n => format!(" ({n} of them finished before)"),
@@ -188,7 +195,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
             false => format!("unsealed   when all ranks are made: ggshard seal {}\n", args.output.display()),
         };
         print(&format!(
-            "{}{notes}written    {} tensors in {} files{kept}, {} bytes, from {} bytes of source\n{end}",
+            "{}{notes}{worst}written    {} tensors in {} files{kept}, {} bytes, from {} bytes of source\n{end}",
             summary.render(),
             report.tensors,
             report.files,
@@ -197,6 +204,12 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A line about an encoded tensor.
+fn deviation(found: &Deviating) -> String {
+    let Deviating { tensor, file, deviation: Deviation { relative_rms, largest_error } } = found;
+    format!("error      {relative_rms} relative RMS, at most {largest_error}: {tensor} ({file})\n")
 }
 
 fn seal(args: &Seal) -> Result<ExitCode> {

@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::path::Path;
 
-use super::Planned;
+use super::{Planned, quantization};
 use crate::error::{Error, Fault, Result};
 use crate::mapping::{Set, config};
 use crate::plan::DRAFT_FOLDER;
@@ -58,12 +58,12 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
         }
     };
     if let Some(config) = config {
-        let bytes = config.bytes;
+        extras.notes = config.notes;
+        let bytes = quantization::stated(plan, config.bytes, &mut extras.notes)?;
         if plan.files.iter().any(|f| f.set == Set::Draft) {
             extras.files.push((format!("{DRAFT_FOLDER}/config.json"), bytes.clone()));
         }
         extras.files.push(("config.json".into(), bytes));
-        extras.notes = config.notes;
     }
     Ok(extras)
 }

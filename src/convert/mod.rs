@@ -1,6 +1,7 @@
 //! The main job: a GGUF becomes per-rank safetensors and a manifest.
 
 mod extras;
+mod quantization;
 mod record;
 mod run;
 
@@ -8,12 +9,12 @@ use std::path::Path;
 
 pub use extras::{Extras, extras};
 pub(crate) use record::{ignored, index, metadata, parameters, source_of};
-pub use run::{Output, Report, Sealed, convert, seal};
+pub use run::{Direct, Output, Report, Sealed, convert, seal};
 
 use crate::dequant::FloatType;
-use crate::error::Result;
+use crate::error::{Fault, Result};
 use crate::gguf::{GgufSet, OpenOptions};
-use crate::mapping::{self, Mapping, MtpPolicy, Profile};
+use crate::mapping::{self, Mapping, MtpPolicy, OutputPolicy, Profile};
 use crate::output::filename;
 use crate::plan::{Plan, PlanRequest, Policy};
 
@@ -21,6 +22,8 @@ use crate::plan::{Plan, PlanRequest, Policy};
 pub const PART_SIZE: u64 = 5 << 30;
 /// The name of the manifest in an output folder.
 pub const MANIFEST: &str = filename::MANIFEST;
+/// Names of output types that stand for a built-in policy.
+const POLICIES: [(&str, &str); 2] = [("fp8", "deepseek-fp8"), ("keep", "keep")];
 /// What the manifest's `tool` begins with; the version follows.
 pub(crate) const TOOL: &str = "ggshard ";
 
@@ -33,8 +36,12 @@ pub struct Request {
     pub profile: String,
     /// Number of tensor-parallel ranks.
     pub tp: u32,
-    /// Output dtype of weights that are not pinned.
+    /// Output dtype of weights that are not pinned and that the output policy gives no form of its own.
     pub dtype: FloatType,
+    /// An output policy by name or path.
+    pub policy: Option<String>,
+    /// The type of weights whose blocks the policy keeps, but a cut goes through; `None` to refuse that.
+    pub keep_or: Option<FloatType>,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
     /// Size in bytes at which a part is closed.
@@ -56,12 +63,36 @@ impl Default for Request {
             profile: "hf".into(),
             tp: 1,
             dtype: FloatType::BF16,
+            policy: None,
+            keep_or: None,
             mtp: MtpPolicy::Keep,
             part_size: PART_SIZE,
             pp: 1,
             stage_layers: Vec::new(),
             expert_parallel: false,
             moe_pad: None,
+        }
+    }
+}
+
+impl Request {
+    /// The request with the output types of these names: a float type and an output policy, or a name that stands for bf16
+    /// and a policy: `fp8` for `deepseek-fp8`, `keep` for `keep`.
+    pub fn typed(self, dtype: &str, policy: Option<String>) -> Result<Self> {
+        let floats = [FloatType::BF16, FloatType::F16, FloatType::F32];
+        if let Some(dtype) = floats.into_iter().find(|float| float.name().to_lowercase() == dtype) {
+            return Ok(Request { dtype, policy, ..self });
+        }
+        let wrong = |found: String, remedy: &str| Err(Fault::new(found).remedy(remedy).rules());
+        let Some((_, implied)) = POLICIES.iter().find(|(name, _)| *name == dtype) else {
+            return wrong(format!("'{dtype}' is no output type"), "Choose bf16, f16, f32, fp8 or keep");
+        };
+        match policy {
+            None => Ok(Request { dtype: FloatType::BF16, policy: Some((*implied).to_owned()), ..self }),
+            Some(policy) => {
+                let found = format!("dtype {dtype} is policy '{implied}', but policy '{policy}' is asked for");
+                wrong(found, "Give one of them; with --policy, --dtype is the float type of all other weights")
+            }
         }
     }
 }
@@ -91,14 +122,32 @@ pub fn plan_set(set: GgufSet, request: &Request) -> Result<Planned> {
     plan_with(set, mapping, Profile::load(&request.profile)?, request)
 }
 
-/// Plans the conversion of an open source by rules that are at hand.
+/// Plans the conversion of an open source by a mapping and a profile that are at hand.
 pub fn plan_with(set: GgufSet, mapping: Mapping, profile: Profile, request: &Request) -> Result<Planned> {
-    let plan = audited(&set, &mapping, profile, request)?;
+    let policy = request.policy.as_deref().map(OutputPolicy::load).transpose()?;
+    plan_by(set, mapping, profile, policy, request)
+}
+
+/// Plans the conversion of an open source by rules that are all at hand.
+pub(crate) fn plan_by(
+    set: GgufSet,
+    mapping: Mapping,
+    profile: Profile,
+    policy: Option<OutputPolicy>,
+    request: &Request,
+) -> Result<Planned> {
+    let plan = audited(&set, &mapping, profile, policy, request)?;
     Ok(Planned { set, mapping, plan })
 }
 
 /// The audited plan of a conversion.
-pub(crate) fn audited(set: &GgufSet, mapping: &Mapping, profile: Profile, request: &Request) -> Result<Plan> {
+pub(crate) fn audited(
+    set: &GgufSet,
+    mapping: &Mapping,
+    profile: Profile,
+    forms: Option<OutputPolicy>,
+    request: &Request,
+) -> Result<Plan> {
     let model = mapping::resolve(mapping, set, request.mtp)?;
     let Request { dtype, mtp, part_size, moe_pad, .. } = *request;
     let plan_request = PlanRequest {
@@ -108,6 +157,8 @@ pub(crate) fn audited(set: &GgufSet, mapping: &Mapping, profile: Profile, reques
         stage_layers: request.stage_layers.clone(),
         expert_parallel: request.expert_parallel,
         policy: Policy { dtype, mtp, part_size, moe_pad },
+        forms,
+        keep_or: request.keep_or,
     };
     Plan::audited(set, model, plan_request)
 }

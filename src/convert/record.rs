@@ -34,6 +34,8 @@ pub(super) fn record(planned: &Planned, extras: &Extras, allow_nonfinite: bool) 
         },
         policy: manifest::Policy {
             dtype: policy.dtype.name().to_lowercase(),
+            keep_or: plan.keep_or.map(|float| float.name().to_lowercase()),
+            rules: plan.forms.as_ref().map(|forms| rules_of(forms.id())).transpose()?,
             mtp: policy.mtp.name().into(),
             part_size: policy.part_size,
             moe_pad: policy.moe_pad,
@@ -116,6 +118,11 @@ fn profile_of(plan: &Plan) -> Result<manifest::Profile> {
     })
 }
 
+fn rules_of(id: RulesId) -> Result<manifest::PolicyRules> {
+    let RulesId { name, version, digest: hex, texts } = id;
+    Ok(manifest::PolicyRules { name, version: version.to_string(), digest: digest(&hex)?, texts })
+}
+
 pub(crate) fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> Vec<manifest::Parameter> {
     let parameter = |index: usize| {
         let param = &plan.params[index];
@@ -130,6 +137,8 @@ pub(crate) fn parameters(plan: &Plan, nonfinite: &BTreeMap<u32, Nonfinite>) -> V
             dtype: param.dtype,
             cut: param.cut.name().into(),
             sources: plan.sources_of(index).into_iter().map(|(n, t)| (n, t.to_owned())).collect(),
+            blocks: param.form.blocks().map(|ty| ty.name().to_owned()),
+            decoded: param.decoded.clone(),
             nan: found.nan,
             inf: found.inf,
             overflow: found.overflow,

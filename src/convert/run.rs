@@ -8,11 +8,12 @@ use serde::Serialize;
 use super::{Extras, Planned, metadata, record};
 use crate::engine::{self, Engine, Observer, Outcome};
 use crate::error::{Error, Fault, Result};
+use crate::output::file::direct_is_fast;
 use crate::output::folder::{Claim, Claimed};
 use crate::output::manifest::{Manifest, Topology};
 use crate::output::seal::Finished;
 use crate::output::work::{Counts, Record, Work};
-use crate::output::{Digest, OutputFolder, SourceHasher, Writer, space};
+use crate::output::{Digest, OutputFolder, SourceHasher, Worst, Writer, space};
 use crate::plan::{Plan, PlannedFile};
 use crate::threads;
 
@@ -36,19 +37,57 @@ pub struct Output<'a> {
     /// Whether the folder becomes a checkpoint at the end; if not, [`seal`] makes it one when other processes have made
     /// the other ranks. By default, if all ranks are made here.
     pub seal: Option<bool>,
-    /// Whether files are written past the page cache (`O_DIRECT`). Workers wait for the disk then, so there are
-    /// [`Output::DIRECT_WORKERS`] times as many, unless their number was chosen.
-    pub direct: bool,
+    /// Whether files are written past the page cache.
+    pub direct: Direct,
 }
 
-impl Output<'_> {
-    /// How many workers there are per CPU when files are written past the page cache.
-    pub const DIRECT_WORKERS: usize = 4;
+/// Whether files are written past the page cache (`O_DIRECT`).
+///
+/// Workers wait for the disk then. So there are four per CPU, up to 32, unless their number was chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Direct {
+    /// From 1 GiB of output on, on file systems where it was measured to be at least as fast (ext4), unless a number of
+    /// threads was chosen.
+    #[default]
+    Auto,
+    /// Wherever the file system knows how.
+    On,
+    /// Never.
+    Off,
+}
+
+impl Direct {
+    /// Output from which on it may be worth it.
+    const SMALLEST: u64 = 1 << 30;
+    const WORKERS_PER_CPU: usize = 4;
+    const MOST_WORKERS: usize = 32;
+
+    /// Whether it is done for `bytes` of output in a folder, by so many threads (0 if that was not chosen); and the number
+    /// of workers.
+    fn decide(self, folder: &Path, bytes: u64, threads: usize) -> (bool, usize) {
+        let direct = match self {
+            Direct::Auto => threads == 0 && bytes >= Self::SMALLEST && direct_is_fast(folder),
+            Direct::On => true,
+            Direct::Off => false,
+        };
+        let cpus = threads::count(0);
+        match threads {
+            0 if direct => (direct, cpus.max((cpus * Self::WORKERS_PER_CPU).min(Self::MOST_WORKERS))),
+            chosen => (direct, chosen),
+        }
+    }
 }
 
 impl<'a, P: AsRef<Path> + ?Sized> From<&'a P> for Output<'a> {
     fn from(folder: &'a P) -> Self {
-        Output { folder: folder.as_ref(), resume: false, keep: false, same_source: false, seal: None, direct: false }
+        Output {
+            folder: folder.as_ref(),
+            resume: false,
+            keep: false,
+            same_source: false,
+            seal: None,
+            direct: Direct::Auto,
+        }
     }
 }
 
@@ -72,6 +111,8 @@ pub struct Report {
     pub repeated_bytes: Option<u64>,
     /// Values that are not finite, by parameter: NaN, infinite, overflowed.
     pub nonfinite: BTreeMap<String, (u64, u64, u64)>,
+    /// The encoded tensors that are furthest from the decoded source.
+    pub worst: Worst,
     /// What the user should know.
     pub warnings: Vec<String>,
     /// Whether the folder is a checkpoint now. If not, other ranks or the sealing are yet to come.
@@ -120,10 +161,14 @@ pub fn convert<'o>(
         source_bytes,
         repeated_bytes,
         nonfinite: finished.counts.by_name(),
+        worst: finished.worst,
         warnings: record.warnings.clone(),
         sealed: manifest.is_some(),
         manifest_blake3: manifest.map(|digest| digest.to_string()),
     };
+    if let Some(most) = options.max_error {
+        check_error(path, &Finished::of(&folder, &record, &ranks)?.worst, most)?;
+    }
     if seal.unwrap_or(ranks.len() == plan.tp as usize) {
         let (finished, digest) = crate::output::seal::seal(*folder, &record, &ranks)?;
         return Ok(report(finished, Some(digest)));
@@ -131,6 +176,19 @@ pub fn convert<'o>(
     let finished = Finished::of(&folder, &record, &ranks)?;
     folder.set_keep(true);
     Ok(report(finished, None))
+}
+
+/// Refuses a conversion of which some tensor is further from the source than `most`. Its files stay, where they would.
+fn check_error(path: &Path, worst: &Worst, most: f64) -> Result<()> {
+    match worst.tensors().first().filter(|first| first.deviation.relative_rms > most) {
+        None => Ok(()),
+        Some(first) => Err(Fault::new(format!("a relative RMS error of {}", first.deviation.relative_rms))
+            .file(path.join(&first.file))
+            .tensor(&first.tensor)
+            .expected(format!("at most {most}"))
+            .remedy("Allow more with --max-error, or give the weight another form by a policy")
+            .output()),
+    }
 }
 
 /// Whether it makes sense to go on where this error ended a conversion. After the others, the same would happen again.
@@ -159,7 +217,7 @@ struct Job<'a> {
     record: &'a Record,
     ranks: &'a [u32],
     options: &'a engine::Options,
-    direct: bool,
+    direct: Direct,
     progress: &'a (dyn Fn(u64) + Sync),
 }
 
@@ -173,14 +231,12 @@ impl Job<'_> {
         let wanted: BTreeSet<usize> = record.files_of(ranks).filter(|index| !finished.contains(index)).collect();
         progress(finished.iter().map(|index| plan.files[*index].data_bytes).sum());
         check_space(folder.path(), plan, &wanted)?;
+        let bytes = wanted.iter().map(|index| plan.files[*index].data_bytes).sum();
+        let (direct, threads) = direct.decide(folder.path(), bytes, options.threads);
         let writer = Writer::new(plan, folder, &wanted, metadata(env!("CARGO_PKG_VERSION")), direct)?;
         let skip = finished.iter().map(|index| *index as u32).collect();
         let hasher = options.hash_source.then(|| SourceHasher::new(set));
         let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
-        let threads = match options.threads {
-            0 if direct => threads::count(0) * Output::DIRECT_WORKERS,
-            threads => threads,
-        };
         let engine = Engine::new(plan, set, engine::Options { skip, threads, ..options.clone() }).observed(observer);
         let outcome = engine.run(&writer, progress)?;
         writer.finish()?;
@@ -220,6 +276,10 @@ impl Report {
             source_bytes: 0,
             repeated_bytes: None,
             nonfinite: Counts::of(&manifest.parameters).by_name(),
+            worst: of_ranks().fold(Worst::default(), |mut worst, file| {
+                worst.add(file);
+                worst
+            }),
             warnings: manifest.warnings.clone(),
             sealed: true,
             manifest_blake3: Some(digest.to_string()),

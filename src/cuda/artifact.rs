@@ -6,25 +6,32 @@ use super::driver::Version;
 /// Kernels as a compiler left them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Artifact {
-    /// Its file in `kernels/prebuilt/`.
+    /// Its name: that of its file in `kernels/prebuilt/`, without `.z`.
     pub name: &'static str,
-    /// What the driver takes: ELF, or text that ends with a zero byte.
-    pub image: &'static [u8],
+    /// The file, which zlib has packed: a sixth of the image.
+    packed: &'static [u8],
+}
+
+impl Artifact {
+    /// What the driver takes, with a zero byte at its end: ELF, or text.
+    pub fn image(&self) -> Result<Vec<u8>, String> {
+        let mut image = miniz_oxide::inflate::decompress_to_vec_zlib(self.packed).map_err(|e| e.to_string())?;
+        image.push(0);
+        Ok(image)
+    }
 }
 
 /// Machine code, by the major number of the architectures that run it.
 const CUBINS: [(u32, Artifact); 4] = [
-    (8, Artifact { name: "sm_80.cubin", image: include_bytes!("../../kernels/prebuilt/sm_80.cubin") }),
-    (9, Artifact { name: "sm_90.cubin", image: include_bytes!("../../kernels/prebuilt/sm_90.cubin") }),
-    (10, Artifact { name: "sm_100.cubin", image: include_bytes!("../../kernels/prebuilt/sm_100.cubin") }),
-    (12, Artifact { name: "sm_120.cubin", image: include_bytes!("../../kernels/prebuilt/sm_120.cubin") }),
+    (8, Artifact { name: "sm_80.cubin", packed: include_bytes!("../../kernels/prebuilt/sm_80.cubin.z") }),
+    (9, Artifact { name: "sm_90.cubin", packed: include_bytes!("../../kernels/prebuilt/sm_90.cubin.z") }),
+    (10, Artifact { name: "sm_100.cubin", packed: include_bytes!("../../kernels/prebuilt/sm_100.cubin.z") }),
+    (12, Artifact { name: "sm_120.cubin", packed: include_bytes!("../../kernels/prebuilt/sm_120.cubin.z") }),
 ];
 
 /// What the driver compiles for architectures that came later.
-const PTX: Artifact = Artifact {
-    name: "compute_80.ptx",
-    image: concat!(include_str!("../../kernels/prebuilt/compute_80.ptx"), "\0").as_bytes(),
-};
+const PTX: Artifact =
+    Artifact { name: "compute_80.ptx", packed: include_bytes!("../../kernels/prebuilt/compute_80.ptx.z") };
 /// The oldest driver that compiles it: it is PTX 8.8.
 const PTX_NEEDS: Version = Version { major: 12, minor: 9 };
 
@@ -69,7 +76,8 @@ mod tests {
 
     #[test]
     fn kernels_are_what_their_names_say() {
-        assert!(CUBINS.iter().all(|(_, cubin)| cubin.image.starts_with(b"\x7fELF")));
-        assert!(PTX.image.ends_with(b"\0") && PTX.image.windows(12).any(|w| w == b".version 8.8"));
+        assert!(CUBINS.iter().all(|(_, cubin)| cubin.image().unwrap().starts_with(b"\x7fELF")));
+        let text = PTX.image().unwrap();
+        assert!(text.ends_with(b"\n\0") && text.windows(12).any(|w| w == b".version 8.8"));
     }
 }

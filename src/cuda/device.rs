@@ -128,8 +128,10 @@ impl Device {
 
     fn load(&mut self) -> Result<(), DriverError> {
         let functions = self.functions;
-        // SAFETY: an image that is part of the program: ELF, or text with a zero byte at its end.
-        unsafe { call!(functions, cuModuleLoadData(&mut self.module, self.artifact.image.as_ptr().cast())) }?;
+        let image = self.artifact.image();
+        let image = image.map_err(|name| DriverError { call: "unpacking the kernels", code: -1, name })?;
+        // SAFETY: an image that is part of the program: ELF, or text, with a zero byte at its end. The driver copies it.
+        unsafe { call!(functions, cuModuleLoadData(&mut self.module, image.as_ptr().cast())) }?;
         for info in TYPES {
             let Some(name) = kernel(info.ty).and_then(|name| CString::new(name).ok()) else { continue };
             let mut function = std::ptr::null_mut();
@@ -186,8 +188,8 @@ impl Drop for Device {
     }
 }
 
-/// Memory of a device.
-pub(crate) struct Memory {
+/// Memory of a device. Freed when it is dropped.
+pub struct Memory {
     device: Arc<Device>,
     pointer: CUdeviceptr,
     len: usize,
@@ -195,7 +197,7 @@ pub(crate) struct Memory {
 
 impl Memory {
     /// Allocates at least one byte.
-    pub fn new(device: &Arc<Device>, len: usize) -> Result<Self, DriverError> {
+    pub(crate) fn new(device: &Arc<Device>, len: usize) -> Result<Self, DriverError> {
         device.enter()?;
         let mut pointer = 0;
         // SAFETY: `pointer` is written to; it is freed once, when this is dropped.
@@ -203,15 +205,63 @@ impl Memory {
         Ok(Memory { device: Arc::clone(device), pointer, len })
     }
 
+    /// Its address on the device.
+    pub fn address(&self) -> u64 {
+        self.pointer
+    }
+
     /// Its length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The number of its device.
+    pub fn device(&self) -> u32 {
+        self.device.ordinal
+    }
+
+    /// Copies its bytes to the host.
+    ///
+    /// # Errors
+    ///
+    /// What the driver says.
+    pub fn read(&self) -> Result<Vec<u8>, DriverError> {
+        let mut bytes = vec![0; self.len];
+        self.device.enter()?;
+        if !bytes.is_empty() {
+            let to = bytes.as_mut_ptr().cast();
+            // SAFETY: both have this length, and the call returns when the copy is complete.
+            unsafe { call!(self.device.functions, cuMemcpyDtoH_v2(to, self.pointer, self.len)) }?;
+        }
+        Ok(bytes)
+    }
+
+    /// Copies bytes of the host to a range that nobody else writes to. A range that is not in it is a defect.
+    pub(crate) fn write(&self, start: usize, bytes: &[u8]) -> Result<(), DriverError> {
+        self.device.enter()?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let to = self.at(start, bytes.len());
+        // SAFETY: the range is in the allocation, and the call returns when the bytes were read.
+        unsafe { call!(self.device.functions, cuMemcpyHtoD_v2(to, bytes.as_ptr().cast(), bytes.len())) }
+    }
+
     /// The address of a byte range. A range that is not in it is a defect of the caller.
-    pub fn at(&self, start: usize, len: usize) -> CUdeviceptr {
+    pub(crate) fn at(&self, start: usize, len: usize) -> CUdeviceptr {
         assert!(start <= self.len && len <= self.len - start, "{len} bytes at {start} of {}", self.len);
         self.pointer + start as u64
+    }
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("device", &self.device.ordinal).field("len", &self.len).finish_non_exhaustive()
     }
 }
 

@@ -81,6 +81,9 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
+    /// The most pieces of one call.
+    pub const MOST: usize = MOST_PIECES;
+
     /// A lane for tiles of so many bytes of input and of output.
     pub fn new(streams: &Arc<Streams>, tile: usize) -> Result<Self, DriverError> {
         let device = streams.decode.device();
@@ -133,12 +136,60 @@ impl Lane {
             return Err(error);
         }
         let bytes = self.output.bytes();
-        let count = |at: usize| bytes[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
-        let each = places.into_iter().enumerate().map(|(i, place)| {
-            let at = i * COUNTS;
-            (Nonfinite { nan: count(at), inf: count(at + 8), overflow: count(at + 16) }, &bytes[place])
-        });
-        Ok(each.collect())
+        Ok(places.into_iter().enumerate().map(|(i, place)| (counts(bytes, i), &bytes[place])).collect())
+    }
+
+    /// Decodes pieces into memory of the device, each to an element of it and with so many elements between one row, or
+    /// column of a transposed piece, and the next. Gives their counts. There may be [`Lane::MOST`] pieces.
+    pub fn decode_into(
+        &mut self,
+        values: Values,
+        send: usize,
+        pieces: &[(Piece, &Memory, u64, u64)],
+    ) -> Result<Vec<Nonfinite>, DriverError> {
+        let done = self.enqueue_into(values, send, pieces).and_then(|()| self.copied.wait());
+        if let Err(error) = done {
+            // As in `decode`.
+            let _ = (self.streams.decode.wait(), self.streams.out.wait());
+            return Err(error);
+        }
+        Ok((0..pieces.len()).map(|i| counts(self.output.bytes(), i)).collect())
+    }
+
+    fn enqueue_into(
+        &mut self,
+        values: Values,
+        send: usize,
+        pieces: &[(Piece, &Memory, u64, u64)],
+    ) -> Result<(), DriverError> {
+        let Streams { decode, out } = &*self.streams;
+        self.device().enter()?;
+        let width = values.dtype.bytes() as u64;
+        // SAFETY: `decode_into` waits for everything that is enqueued here before anybody uses the buffers, or the
+        // memory that the pieces go to, again; ranges are checked by `reading` and `at`.
+        unsafe {
+            if send > 0 {
+                decode.copy_in(&self.input, send, &self.source, 0)?;
+            }
+            decode.zero(&self.pieces, 0, pieces.len() * COUNTS)?;
+            for (i, (piece, memory, start, stride)) in pieces.iter().enumerate() {
+                let (rows, cols) = if piece.transpose { (piece.cols, piece.rows) } else { (piece.rows, piece.cols) };
+                let end = start + rows.saturating_sub(1) * stride + cols;
+                memory.at(0, usize::try_from(end * width).unwrap_or(usize::MAX));
+                let launch = Launch {
+                    out: memory.address(),
+                    out_start: *start,
+                    out_stride: *stride,
+                    counts: self.pieces.at(i * COUNTS, COUNTS),
+                    ..reading(&self.source, values, piece)
+                };
+                decode.launch(values.ty, launch)?;
+            }
+            self.decoded.record(decode)?;
+            out.wait_for(&self.decoded)?;
+            out.copy_out(&self.pieces, pieces.len() * COUNTS, &mut self.output)?;
+        }
+        self.copied.record(out)
     }
 
     fn enqueue(
@@ -174,6 +225,12 @@ impl Lane {
         }
         self.copied.record(out)
     }
+}
+
+/// The counts of a piece, which an output begins with.
+fn counts(output: &[u8], piece: usize) -> Nonfinite {
+    let at = |i: usize| output[piece * COUNTS + i..][..8].try_into().map_or(0, u64::from_le_bytes);
+    Nonfinite { nan: at(0), inf: at(8), overflow: at(16) }
 }
 
 /// A launch that reads a piece; where it writes to is for the caller to say. A piece beyond the source is a defect.

@@ -18,7 +18,7 @@ const TURNED_X: u32 = 32;
 ///
 /// A kernel decodes `rows` by `cols` elements, columns counted from `skip` elements after the start of a row's first block
 /// on. Column ranges that begin at a later block are said by `source` alone.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub struct Launch {
     /// Blocks: row `r` begins at `source + r * row_bytes`. A multiple of [`alignment`] of the type, as is `row_bytes`.
@@ -130,23 +130,7 @@ mod tests {
     use crate::gguf::types::TYPES;
 
     fn launch(rows: u64, cols: u64, skip: u64, transpose: u32) -> Launch {
-        Launch {
-            source: 0,
-            out: 0,
-            row_bytes: 0,
-            skip,
-            rows,
-            cols,
-            out_start: 0,
-            out_stride: 0,
-            dtype: 0,
-            transpose,
-            has_scale: 0,
-            has_add: 0,
-            scale: 1.0,
-            add: 0.0,
-            counts: 0,
-        }
+        Launch { rows, cols, skip, transpose, ..Launch::default() }
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod list;
 mod trial;
 
 pub use absence::{Absence, Capability};
+pub use device::Memory;
 pub use driver::{DriverError, Version};
 pub use launch::{Grid, Launch};
 pub use list::{DeviceInfo, Devices, devices};

@@ -31,15 +31,19 @@ pub fn convert(values: &[f32], dtype: FloatType, simd: Simd, out: &mut [u8]) -> 
     found
 }
 
-/// As [`convert`], for values that come of arithmetic: every NaN among them gets one bit pattern, as in
-/// [`Dequantizer::decode`](super::Dequantizer::decode).
-pub(crate) fn convert_computed(values: &mut [f32], dtype: FloatType, simd: Simd, out: &mut [u8]) -> Nonfinite {
+/// As [`convert()`], of values that come from arithmetic: every NaN becomes the positive quiet one without payload, which
+/// `values` are left with.
+///
+/// # Panics
+///
+/// As [`convert()`].
+pub fn convert_computed(values: &mut [f32], dtype: FloatType, simd: Simd, out: &mut [u8]) -> Nonfinite {
     let found = convert(values, dtype, simd, out);
-    if found.nan == 0 {
-        return found;
+    if found.nan > 0 {
+        unify_nan(values);
+        convert(values, dtype, simd, out);
     }
-    unify_nan(values);
-    convert(values, dtype, simd, out)
+    found
 }
 
 /// Copies `f32`. True if a value is not finite. Like all functions below that return `bool`, it is compiled once per
@@ -159,5 +163,22 @@ pub(super) fn careful(values: &[f32], dtype: FloatType, out: &mut [u8]) -> Nonfi
 pub(super) fn unify_nan(values: &mut [f32]) {
     for value in values.iter_mut().filter(|value| value.is_nan()) {
         *value = f32::from_bits(0x7FC0_0000);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn computed_nan_have_one_pattern_and_are_counted() {
+        // What x86 makes of infinity times 0, and a NaN with a payload.
+        let mut values = [1.0, f32::from_bits(0xFFC0_0000), f32::INFINITY, f32::from_bits(0x7F81_2345)];
+        for (dtype, nan) in [(FloatType::BF16, 0x7FC0u16), (FloatType::F16, 0x7E00)] {
+            let mut out = [0; 8];
+            let found = convert_computed(&mut values, dtype, Simd::Baseline, &mut out);
+            assert_eq!(found, Nonfinite { nan: 2, inf: 1, overflow: 0 });
+            assert_eq!([&out[2..4], &out[6..8]], [nan.to_le_bytes(); 2]);
+        }
     }
 }

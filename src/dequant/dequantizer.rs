@@ -141,8 +141,8 @@ impl Dequantizer {
         careful(stage, dtype, out)
     }
 
-    /// Whether decoding is arithmetic, in which a NaN can arise.
-    pub(crate) fn computes(&self) -> bool {
+    /// Whether decoding is arithmetic, in which a NaN can arise that has no payload of its own.
+    pub fn computes(&self) -> bool {
         !matches!(self.ty, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16)
     }
 

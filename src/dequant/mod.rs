@@ -26,8 +26,7 @@ mod kernels;
 mod nonfinite;
 mod simd;
 
-pub use convert::convert;
-pub(crate) use convert::convert_computed;
+pub use convert::{convert, convert_computed};
 pub use dequantizer::Dequantizer;
 pub use float_type::FloatType;
 pub use nonfinite::Nonfinite;

@@ -7,9 +7,11 @@
 //!
 //! A **job** is a region of one source and every place that it goes to, on whatever ranks; a **tile** is as much of a
 //! job as fits the cache. Workers take tiles in order and finish them in any order: the sink hashes out of order, so
-//! nothing waits for a neighbour, memory is bounded by (workers × tile), and the bytes depend on neither.
+//! nothing waits for a neighbour, memory is bounded by (workers × tile), and the bytes depend on neither. Encoded
+//! parameters are tiled by their own blocks instead.
 
 mod device;
+mod encode;
 mod job;
 mod reads;
 mod run;
@@ -22,8 +24,10 @@ pub(crate) use run::check_cancel;
 pub use run::{Engine, Options, Outcome};
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::dequant::Nonfinite;
+use crate::encode::Deviation;
 use crate::error::Result;
 
 /// Sees which bytes of the source are needed, before they are read.
@@ -32,6 +36,15 @@ pub trait Observer: Sync {
     ///
     /// Ranges come in any order and from any worker.
     fn before(&self, part: usize, range: Range<u64>, buffer: &mut Vec<u8>) -> Result<()>;
+}
+
+/// Takes what devices decode where it is, in memory of the device. What the CPU makes goes to the [`Sink`].
+pub(crate) trait Resident: Sync {
+    /// The memory of a parameter's slice, which may make a worker wait as [`Sink::put`] may.
+    fn memory(&self, param: u32) -> Result<Arc<crate::cuda::Memory>>;
+
+    /// So many bytes of it are there.
+    fn arrived(&self, param: u32, memory: Arc<crate::cuda::Memory>, bytes: u64) -> Result<()>;
 }
 
 /// Takes the finished bytes.
@@ -46,6 +59,10 @@ pub trait Sink: Sync {
     /// Told of values that are not finite, before `put` brings them: so many more are in the slice that each of `ranks`
     /// holds of parameter `param`.
     fn note(&self, _param: u32, _ranks: &[u32], _found: Nonfinite) {}
+
+    /// Told how far encoded bytes are from the values, before `put` brings them: that much more of the slice that each of
+    /// `ranks` holds of parameter `param`.
+    fn deviate(&self, _param: u32, _ranks: &[u32], _found: &Deviation) {}
 
     /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.
     fn stop(&self) {}

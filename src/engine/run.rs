@@ -5,14 +5,16 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::job::{Job, Output, Read, Wanted, jobs};
-use super::stage::Stage;
-use super::tile::{Context, Scratch, Tile, tiles};
-use super::{Device, Observer, Reads, Sink};
+use super::encode::{Area, Encoding, encodings};
+use super::job::{Job, Wanted, jobs};
+use super::stage::{CPU_TILE, Stage};
+use super::tile::{Context, Scratch, Tile, tiles, unit};
+use super::{Device, Observer, Reads, Resident, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
+use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
-use crate::plan::{Origin, Param, Plan, PlannedSource};
+use crate::plan::{Form, Origin, Param, Plan, PlannedSource};
 use crate::threads::{count, into_inner, lock, on_threads};
 
 /// How to execute a plan. None of it changes a byte of the output.
@@ -33,6 +35,8 @@ pub struct Options {
     pub readahead: u64,
     /// Whether NaN, infinities and overflows are let through (and counted).
     pub allow_nonfinite: bool,
+    /// The largest relative RMS error of an encoded tensor with which a conversion ends well.
+    pub max_error: Option<f64>,
     /// Remember every fetched range, to prove that none was fetched twice.
     pub track_reads: bool,
     /// What decodes.
@@ -50,6 +54,9 @@ const SMALLEST_TILE: u64 = 64 << 10;
 /// The most that a worker's buffers take, in tiles: a transposed tile is up to four tiles large, and there are its values,
 /// the same as `f32` before they are bf16, and turned.
 const TILES_PER_WORKER: u64 = 16;
+/// Elements of a band that is encoded, for each byte of a tile. Its values take four bytes each, those of one of several
+/// slices as many again, and what comes of them one.
+const ENCODED_TILES: u64 = 2;
 
 impl Options {
     /// The number of workers, and bytes of output per tile, that stay within [`Options::buffer_bytes`].
@@ -84,6 +91,7 @@ impl Default for Options {
             buffer_bytes: 128 << 20,
             readahead: 64 << 20,
             allow_nonfinite: false,
+            max_error: None,
             track_reads: false,
             device: Device::default(),
             simd: Simd::detect(),
@@ -108,6 +116,7 @@ pub struct Engine<'a> {
     set: &'a GgufSet,
     options: Options,
     observer: Option<&'a dyn Observer>,
+    resident: Option<&'a dyn Resident>,
 }
 
 impl<'a> Engine<'a> {
@@ -115,12 +124,17 @@ impl<'a> Engine<'a> {
     pub fn new(plan: &'a Plan, set: &'a GgufSet, options: Options) -> Self {
         let (threads, tile_bytes) = options.share_buffers();
         let options = Options { threads, tile_bytes, ..options };
-        Engine { plan, set, options, observer: None }
+        Engine { plan, set, options, observer: None, resident: None }
     }
 
     /// Has an observer see what is needed of the source.
     pub fn observed(self, observer: Option<&'a dyn Observer>) -> Self {
         Engine { observer, ..self }
+    }
+
+    /// Leaves what devices decode in their memory.
+    pub(crate) fn resident(self, resident: Option<&'a dyn Resident>) -> Self {
+        Engine { resident, ..self }
     }
 
     /// Makes every byte of the wanted ranks and hands it to the sink; `progress` is told of output bytes done.
@@ -131,10 +145,10 @@ impl<'a> Engine<'a> {
         let decoders: Vec<Option<Dequantizer>> =
             plan.sources.iter().map(|s| Dequantizer::new(s.ty, self.options.simd)).collect();
         let nonfinite = Mutex::new(BTreeMap::<u32, Nonfinite>::new());
-        let accept = |job: &Job, output: &Output, found: Nonfinite| {
-            *lock(&nonfinite).entry(output.param).or_default() += found;
-            sink.note(output.param, &output.ranks, found);
-            if self.options.allow_nonfinite { Ok(()) } else { Err(refusal(plan, job, output, found)) }
+        let accept = |param: u32, ranks: &[u32], source: Option<u32>, found: Nonfinite| {
+            *lock(&nonfinite).entry(param).or_default() += found;
+            sink.note(param, ranks, found);
+            if self.options.allow_nonfinite { Ok(()) } else { Err(refusal(plan, param, source, found)) }
         };
         let reads = Reads::new(plan.sources.len(), self.options.track_reads);
         let context = Context {
@@ -142,6 +156,7 @@ impl<'a> Engine<'a> {
             set: self.set,
             sink,
             observer: self.observer,
+            resident: self.resident,
             reads: &reads,
             simd: self.options.simd,
             decoders: &decoders,
@@ -220,10 +235,11 @@ impl Shared<'_> {
         let mut lane = stage.and_then(|stage| Some((stage, stage.lane()?)));
         while !self.stop.load(Ordering::Relaxed) {
             let next = lock(&self.queue).next();
-            let Some((job, tile)) = next else { return };
-            let done = options.check_cancel().and_then(|()| match &mut lane {
-                Some((stage, lane)) => stage.execute(context, lane, &job, &tile, &mut scratch),
-                None => context.execute(&job, &tile, &mut scratch),
+            let Some(work) = next else { return };
+            let done = options.check_cancel().and_then(|()| match (&work, &mut lane) {
+                (Work::Encode(encoding, area), _) => context.encode(encoding, area, &mut scratch),
+                (Work::Decode(job, tile), Some((stage, lane))) => stage.execute(context, lane, job, tile, &mut scratch),
+                (Work::Decode(job, tile), None) => context.execute(job, tile, &mut scratch),
             });
             match done {
                 Ok(bytes) => progress(bytes),
@@ -252,15 +268,10 @@ impl Drop for StopOnPanic<'_> {
     }
 }
 
-fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
-    let param = &plan.params[output.param as usize];
-    let source = match job.read {
-        Read::Fill { .. } => "a constant".to_owned(),
-        Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
-            let source = &plan.sources[source as usize];
-            format!("source tensor '{}' ({})", source.name, source.ty)
-        }
-    };
+fn refusal(plan: &Plan, param: u32, source: Option<u32>, found: Nonfinite) -> Error {
+    let param = &plan.params[param as usize];
+    let source = source.map(|source| &plan.sources[source as usize]);
+    let source = source.map_or("a constant".to_owned(), |s| format!("source tensor '{}' ({})", s.name, s.ty));
     Fault::new(format!(
         "{source} decodes to {} NaN, {} infinite and {} values that overflow {} in one tile",
         found.nan, found.inf, found.overflow, param.dtype
@@ -275,6 +286,14 @@ fn refusal(plan: &Plan, job: &Job, output: &Output, found: Nonfinite) -> Error {
     .nonfinite()
 }
 
+/// What a worker does at a time.
+enum Work {
+    /// Decodes a tile.
+    Decode(Arc<Job>, Tile),
+    /// Encodes an area.
+    Encode(Arc<Encoding>, Area),
+}
+
 /// The tiles in order, made as they are asked for.
 struct Queue<'a> {
     engine: &'a Engine<'a>,
@@ -283,13 +302,13 @@ struct Queue<'a> {
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
     param: usize,
-    /// Tiles of the current parameter, last first.
-    ready: Vec<(Arc<Job>, Tile)>,
+    /// Work on the current parameter, last first.
+    ready: Vec<Work>,
     ahead: Ahead,
 }
 
 impl Queue<'_> {
-    fn next(&mut self) -> Option<(Arc<Job>, Tile)> {
+    fn next(&mut self) -> Option<Work> {
         while self.ready.is_empty() {
             let param = self.engine.plan.params.get(self.param)?;
             if param.joins.is_some() {
@@ -297,26 +316,22 @@ impl Queue<'_> {
                 continue;
             }
             self.ahead.advance(self.engine, self.param, self.wanted);
-            let target = self.engine.options.tile_bytes / param.dtype.bytes();
-            let index = self.param as u32;
-            let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
-            // Workers that write to one file at a time wait for each other, so jobs that are likely to be for several ranks
-            // take turns, as far as their bytes are requested ahead together.
+            let lists = match param.form {
+                // What is kept is read and handed on like numbers of one byte.
+                Form::Plain | Form::Kept(_) => self.decoding(param.dtype),
+                Form::Fp8 { scales } => self.encoding(scales),
+                // Made with the parameter whose blocks they scale.
+                Form::Scales { .. } => Vec::new(),
+            };
+            // Workers that write to one file at a time wait for each other, so work that is likely to be for several ranks
+            // takes turns, as far as its bytes are requested ahead together.
             let (mut together, mut bytes) = (Vec::new(), 0);
-            for job in jobs(self.engine.plan, index, joining, self.wanted) {
-                let ty = job.read.source().map(|source| self.engine.plan.sources[source as usize].ty);
-                let (block, block_bytes) = ty.map_or((1, 0), |ty| (ty.block(), ty.block_bytes()));
-                let job = Arc::new(job);
-                let tiles = match self.stage {
-                    Some(stage) => stage.tiles(self.engine.plan, &job, block),
-                    None => tiles(&job, block, target, param.dtype.bytes()),
-                };
-                let reads: u64 = tiles.iter().map(|tile| tile.elements() / block * block_bytes).sum();
+            for (work, reads) in lists {
                 if bytes + reads > self.engine.options.readahead {
                     self.ready.extend(by_turns(std::mem::take(&mut together)));
                     bytes = 0;
                 }
-                together.push(tiles.into_iter().map(|tile| (job.clone(), tile)).collect());
+                together.push(work);
                 bytes += reads;
             }
             self.ready.extend(by_turns(together));
@@ -324,6 +339,38 @@ impl Queue<'_> {
             self.param += 1;
         }
         self.ready.pop()
+    }
+
+    /// For each job of the current parameter, its tiles and the bytes that they read.
+    fn decoding(&self, dtype: Dtype) -> Vec<(Vec<Work>, u64)> {
+        let (plan, index, width) = (self.engine.plan, self.param as u32, dtype.bytes());
+        let target = self.engine.options.tile_bytes / width;
+        let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
+        let work = |job: Job| {
+            let source = job.read.source();
+            let (block, block_bytes) = source.map_or((1, 0), |source| unit(plan.sources[source as usize].ty, dtype));
+            let job = Arc::new(job);
+            let tiles = match self.stage {
+                Some(stage) => stage.tiles(plan, &job, block),
+                None => tiles(&job, block, target, width),
+            };
+            let reads = tiles.iter().map(|tile| tile.elements() / block * block_bytes).sum();
+            (tiles.into_iter().map(|tile| Work::Decode(job.clone(), tile)).collect(), reads)
+        };
+        jobs(plan, index, joining, self.wanted).into_iter().map(work).collect()
+    }
+
+    /// For each encoding of the current parameter, its areas and the bytes that they read.
+    fn encoding(&self, scales: u32) -> Vec<(Vec<Work>, u64)> {
+        let plan = self.engine.plan;
+        let tile = self.stage.map_or(self.engine.options.tile_bytes, |_| CPU_TILE);
+        let work = |encoding: Encoding| {
+            let encoding = Arc::new(encoding);
+            let areas = encoding.areas(plan, tile * ENCODED_TILES);
+            let reads = areas.iter().map(|area| encoding.reads(plan, area)).sum();
+            (areas.into_iter().map(|area| Work::Encode(encoding.clone(), area)).collect(), reads)
+        };
+        encodings(plan, self.param as u32, scales, self.wanted).into_iter().map(work).collect()
     }
 }
 
@@ -390,9 +437,9 @@ fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u3
     for (_, slice) in slices.filter(|(rank, slice)| wanted.holds(*rank, slice)) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
-            let ty = plan.sources[region.source as usize].ty;
-            let first = region.element(0, 0) / ty.block() * ty.block_bytes();
-            let last = (region.element(piece.rows - 1, piece.cols - 1) / ty.block() + 1) * ty.block_bytes();
+            let (block, block_bytes) = unit(plan.sources[region.source as usize].ty, plan.params[param].dtype);
+            let first = region.element(0, 0) / block * block_bytes;
+            let last = (region.element(piece.rows - 1, piece.cols - 1) / block + 1) * block_bytes;
             let span = spans.entry(region.source).or_insert(first..last);
             *span = span.start.min(first)..span.end.max(last);
         }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::job::{Job, Output, Read};
 use super::tile::{Context, Scratch, Tile, float_type, job_start, split, tiles};
-use super::{Device, Options, Reads};
+use super::{Device, Options, Reads, Resident};
 use crate::cuda::{self, Lane, Piece, Values};
 use crate::dequant::FloatType;
 use crate::error::{Error, Fault, Result};
@@ -21,8 +21,8 @@ use crate::threads::lock;
 
 /// Tiles for devices, where memory allows: large enough for copies at full speed.
 const TILES: Range<u64> = 16 << 20..64 << 20;
-/// Tiles that the CPU decodes beside them: constants, and elements that no device decodes. There are few.
-const CPU_TILE: u64 = 128 << 10;
+/// Tiles that the CPU decodes beside them: constants, elements that no device decodes, and parameters that are encoded.
+pub(super) const CPU_TILE: u64 = 128 << 10;
 /// What a worker takes for those, in such tiles.
 const CPU_TILES: u64 = 16;
 /// Lanes of a device, where memory allows: one goes in, one is decoded or comes out, one is hashed and written.
@@ -284,6 +284,9 @@ fn on_device(
     let taken: Vec<Range<u64>> = job.outputs.iter().map(|output| columns(job, output, tile)).collect();
     let mut done = 0;
     let mut send = region.bytes() as usize;
+    if let Some(resident) = context.resident {
+        return stay(context, resident, lane, region, values, job, tile, &taken, written);
+    }
     while done < taken.len() {
         if taken[done].is_empty() {
             done += 1;
@@ -305,13 +308,64 @@ fn on_device(
             for output in outputs.filter(|output| !taken[*output].is_empty()) {
                 let output = &job.outputs[output];
                 if found.any() {
-                    (context.accept)(job, output, found)?;
+                    (context.accept)(output.param, &output.ranks, job.read.source(), found)?;
                 }
                 *written += put(context, job, output, tile, &cols, bytes)?;
             }
         }
     }
     Ok(())
+}
+
+/// Decodes every output's columns into its memory on the device.
+#[expect(clippy::too_many_arguments, reason = "they are what `on_device` found out")]
+fn stay(
+    context: &Context<'_>,
+    resident: &dyn Resident,
+    lane: &mut Lane,
+    region: &Region,
+    values: Values,
+    job: &Job,
+    tile: &Tile,
+    taken: &[Range<u64>],
+    written: &mut u64,
+) -> Result<(), Failure> {
+    let transpose = matches!(job.read, Read::Transposed { .. });
+    let mut send = region.bytes() as usize;
+    let some: Vec<(&Output, &Range<u64>)> =
+        job.outputs.iter().zip(taken).filter(|(_, cols)| !cols.is_empty()).collect();
+    for outputs in some.chunks(Lane::MOST) {
+        let memory = outputs.iter().map(|(output, _)| resident.memory(output.param)).collect::<Result<Vec<_>>>()?;
+        let pieces: Vec<_> = outputs
+            .iter()
+            .zip(&memory)
+            .map(|((output, cols), memory)| {
+                let piece = region.piece(cols.start - tile.cols.start..cols.end - tile.cols.start, transpose);
+                (piece, &**memory, first(job, output, tile, cols), output.stride)
+            })
+            .collect();
+        let counts = lane.decode_into(values, send, &pieces).map_err(|error| Failure::Device(error, 0))?;
+        send = 0;
+        drop(pieces);
+        for (((output, cols), memory), found) in outputs.iter().zip(memory).zip(counts) {
+            if found.any() {
+                (context.accept)(output.param, &output.ranks, job.read.source(), found)?;
+            }
+            let bytes = region.rows * (cols.end - cols.start) * values.dtype.bytes() as u64;
+            resident.arrived(output.param, memory, bytes)?;
+            *written += bytes;
+        }
+    }
+    Ok(())
+}
+
+/// The element of an output's slice that the first of its columns of a tile goes to.
+fn first(job: &Job, output: &Output, tile: &Tile, cols: &Range<u64>) -> u64 {
+    match job.read {
+        Read::Fill { .. } | Read::Run { .. } => output.start + tile.cols.start - job_start(&job.read),
+        Read::Rows { .. } => output.start + tile.rows.start * output.stride + (cols.start - output.col),
+        Read::Transposed { .. } => output.start + (cols.start - output.col) * output.stride + tile.rows.start,
+    }
 }
 
 /// The columns of a tile that an output takes.
@@ -345,22 +399,14 @@ fn fill(context: &Context<'_>, lane: &mut Lane, region: &Region, scratch: &mut S
 /// Hands an output its columns of a tile.
 fn put(context: &Context<'_>, job: &Job, output: &Output, tile: &Tile, cols: &Range<u64>, bytes: &[u8]) -> Result<u64> {
     let width = context.plan.params[job.param as usize].dtype.bytes();
-    let rows = tile.rows.end - tile.rows.start;
-    let col = cols.start.wrapping_sub(output.col);
+    let first = first(job, output, tile, cols);
     match job.read {
         Read::Fill { .. } | Read::Run { .. } => {
-            let first = output.start + tile.cols.start - job_start(&job.read);
-            context.put_steps(output, first * width, bytes)?;
+            context.put_steps(output.param, &output.ranks, first * width, bytes)?;
             Ok(bytes.len() as u64 * output.ranks.len() as u64)
         }
-        Read::Rows { .. } => {
-            let first = output.start + tile.rows.start * output.stride + col;
-            context.put_rows(output, first, cols.end - cols.start, width, bytes)
-        }
-        Read::Transposed { .. } => {
-            let first = output.start + col * output.stride + tile.rows.start;
-            context.put_rows(output, first, rows, width, bytes)
-        }
+        Read::Rows { .. } => context.put_rows(output, first, cols.end - cols.start, width, bytes),
+        Read::Transposed { .. } => context.put_rows(output, first, tile.rows.end - tile.rows.start, width, bytes),
     }
 }
 

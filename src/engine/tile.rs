@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
+use super::encode::Buffers;
 use super::job::{Job, Output, Read};
-use super::{Observer, Reads, Sink};
+use super::{Observer, Reads, Resident, Sink};
 use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd, convert, convert_computed};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
-use crate::gguf::GgufSet;
+use crate::gguf::{GgmlType, GgufSet};
 use crate::mapping::ValueOp;
 use crate::plan::Plan;
 
@@ -106,13 +107,17 @@ impl Output {
 #[derive(Default)]
 pub(super) struct Scratch {
     decoded: Vec<u8>,
-    floats: Vec<f32>,
+    pub(super) floats: Vec<f32>,
     out: Vec<u8>,
+    pub(super) encode: Buffers,
     /// What is read from a source that is not mapped.
     pub(super) source: Vec<u8>,
     /// The scale that was read last: source, element and value.
     scale: Option<(u32, u64, f32)>,
 }
+
+/// Takes a parameter, the ranks, the source and what was found.
+pub(super) type Accept<'a> = dyn Fn(u32, &[u32], Option<u32>, Nonfinite) -> Result<()> + Sync + 'a;
 
 /// What tiles need to know.
 pub(super) struct Context<'a> {
@@ -120,13 +125,14 @@ pub(super) struct Context<'a> {
     pub set: &'a GgufSet,
     pub sink: &'a dyn Sink,
     pub observer: Option<&'a dyn Observer>,
+    pub resident: Option<&'a dyn Resident>,
     pub reads: &'a Reads,
     pub simd: Simd,
     /// A decoder per source, none for types without one.
     pub decoders: &'a [Option<Dequantizer>],
-    /// Counts the values of a tile that are not finite, for one output, and refuses them where they are not allowed,
-    /// before the sink sees any.
-    pub accept: &'a (dyn Fn(&Job, &Output, Nonfinite) -> Result<()> + Sync),
+    /// Counts the values of a tile that are not finite, for a parameter and the ranks that hold them, and refuses them
+    /// where they are not allowed, before the sink sees any. The source is for the message.
+    pub accept: &'a Accept<'a>,
 }
 
 impl Context<'_> {
@@ -183,7 +189,7 @@ impl Context<'_> {
                 }
             };
             if found.any() {
-                (self.accept)(job, output, found)?;
+                (self.accept)(output.param, &output.ranks, job.read.source(), found)?;
             }
         }
         Ok(())
@@ -232,16 +238,16 @@ impl Context<'_> {
     fn put_run(&self, job: &Job, first: u64, dtype: Dtype, bytes: &[u8]) -> Result<u64> {
         let mut written = 0;
         for output in &job.outputs {
-            self.put_steps(output, (output.start + first) * dtype.bytes(), bytes)?;
+            self.put_steps(output.param, &output.ranks, (output.start + first) * dtype.bytes(), bytes)?;
             written += bytes.len() as u64 * output.ranks.len() as u64;
         }
         Ok(written)
     }
 
     /// Hands on bytes that follow each other in the slice, in steps that stay in the sink's cache.
-    pub(super) fn put_steps(&self, output: &Output, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(super) fn put_steps(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()> {
         let mut steps = bytes.chunks(STEP).zip((offset..).step_by(STEP));
-        steps.try_for_each(|(step, at)| self.sink.put(output.param, &output.ranks, at, step))
+        steps.try_for_each(|(step, at)| self.sink.put(param, ranks, at, step))
     }
 
     /// Decodes the tile's rows into `scratch.decoded`, one after the other.
@@ -295,7 +301,7 @@ impl Context<'_> {
             }
         };
         // The blocks that cover the elements.
-        let (block, block_bytes) = (ty.block(), ty.block_bytes());
+        let (block, block_bytes) = unit(ty, dtype);
         let blocks = elements.start / block..elements.end.div_ceil(block);
         let range = blocks.start * block_bytes..blocks.end * block_bytes;
         self.reads.record(source, range.clone());
@@ -323,11 +329,11 @@ impl Context<'_> {
             values.iter_mut().for_each(|v| *v += constant);
         }
         let out = &mut scratch.decoded[at];
-        if decoder.computes() || !op.is_identity() {
-            Ok(convert_computed(values, float, self.simd, out))
+        Ok(if decoder.computes() || !op.is_identity() {
+            convert_computed(values, float, self.simd, out)
         } else {
-            Ok(convert(values, float, self.simd, out))
-        }
+            convert(values, float, self.simd, out)
+        })
     }
 
     /// A byte range of a source, which the observer sees first.
@@ -393,10 +399,10 @@ impl Context<'_> {
     /// Hands on rows of `cols` elements that lie `output.stride` apart in the slice, as one run where they touch.
     pub(super) fn put_rows(&self, output: &Output, first: u64, cols: u64, width: u64, bytes: &[u8]) -> Result<u64> {
         if cols == output.stride {
-            self.put_steps(output, first * width, bytes)?;
+            self.put_steps(output.param, &output.ranks, first * width, bytes)?;
         } else {
             for (i, row) in bytes.chunks_exact((cols * width) as usize).enumerate() {
-                self.put_steps(output, (first + i as u64 * output.stride) * width, row)?;
+                self.put_steps(output.param, &output.ranks, (first + i as u64 * output.stride) * width, row)?;
             }
         }
         Ok(bytes.len() as u64 * output.ranks.len() as u64)
@@ -425,6 +431,12 @@ fn transpose<const N: usize>(from: &[u8], rows: usize, cols: usize, to: &mut Vec
             }
         }
     }
+}
+
+/// Elements and bytes of a block of a source, as a parameter of this dtype is made of it. Kept blocks are U8, and bytes that
+/// stay what they are.
+pub(super) fn unit(ty: GgmlType, dtype: Dtype) -> (u64, u64) {
+    if dtype == Dtype::U8 { (1, 1) } else { (ty.block(), ty.block_bytes()) }
 }
 
 /// The float type behind an output dtype; none for elements that are handed on as they are.

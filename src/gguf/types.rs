@@ -138,6 +138,11 @@ impl GgmlType {
         })
     }
 
+    /// The type of that exact name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        TYPES.iter().find(|t| t.name == name).map(|t| t.ty)
+    }
+
     /// ggml's name of the type.
     pub const fn name(self) -> &'static str {
         self.info().name

@@ -4,6 +4,7 @@ use serde::Deserialize;
 
 use super::layout::LayoutRules;
 use super::library::{RulesId, Text, builtin, embedded, find, listing};
+use super::policy::Format;
 use crate::error::{Error, Fault, Result};
 
 /// Longest chain of `extends`.
@@ -42,6 +43,9 @@ pub struct ProfileRules {
     /// File names.
     #[serde(default)]
     pub files: FileNames,
+    /// Forms of weights that the stack loads beside plain floats; by default those of the profile that it extends.
+    #[serde(default)]
+    pub formats: Option<Vec<Format>>,
     /// Layouts; the first that names a model's class is taken.
     #[serde(default, rename = "layout")]
     pub layouts: Vec<LayoutRules>,
@@ -146,6 +150,7 @@ impl Profile {
             if rules.files == FileNames::default() {
                 rules.files = base.files;
             }
+            rules.formats = rules.formats.or(base.formats);
             if rules.launch.is_empty() {
                 rules.launch = base.launch;
             }
@@ -164,6 +169,11 @@ impl Profile {
     /// Name, version and digest.
     pub fn id(&self) -> RulesId {
         RulesId::new(&self.rules.name, self.rules.version, &self.texts)
+    }
+
+    /// Whether the stack loads weights of this form.
+    pub fn loads(&self, format: Format) -> bool {
+        format.is_float() || self.rules.formats.iter().flatten().any(|f| *f == format)
     }
 
     /// The name of a file.

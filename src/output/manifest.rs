@@ -10,6 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
+use crate::output::deviation::Deviation;
 use crate::output::digest::Digest;
 use crate::output::filename;
 use crate::regular;
@@ -149,8 +150,14 @@ pub struct Topology {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
-    /// Output type of weights that no rule pins: `bf16`, `f16`, `f32`.
+    /// Output type of weights that no rule pins and no rule of the output policy is for: `bf16`, `f16`, `f32`.
     pub dtype: String,
+    /// The output policy, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rules: Option<PolicyRules>,
+    /// Output type of weights whose blocks are kept, but cut through: `bf16`, `f16`, `f32`, if that was allowed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_or: Option<String>,
     /// What happens to the MTP block: `keep`, `drop`, `only`.
     pub mtp: String,
     /// The size, in bytes, at which a new part is begun.
@@ -160,6 +167,21 @@ pub struct Policy {
     pub moe_pad: Option<u64>,
     /// Whether NaN and infinite values were let through.
     pub allow_nonfinite: bool,
+}
+
+/// The output policy that was used.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PolicyRules {
+    /// Its name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// BLAKE3 over its text.
+    pub digest: Digest,
+    /// The text, if it is not built in.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<String>,
 }
 
 /// A source tensor that was left out.
@@ -190,6 +212,12 @@ pub struct Parameter {
     pub cut: String,
     /// The source tensors it is made of and their ggml types.
     pub sources: Vec<(String, String)>,
+    /// The ggml type of its blocks, where they are kept: the last axis of its shapes counts their bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<String>,
+    /// Why its blocks, which were to be kept, are decoded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decoded: Option<String>,
     /// Values that are NaN, over the whole parameter.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub nan: u64,
@@ -238,6 +266,9 @@ pub struct TensorEntry {
     pub offsets: (u64, u64),
     /// BLAKE3 of the tensor's bytes.
     pub blake3: Digest,
+    /// How far it is from the decoded source, if it is encoded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deviation: Option<Deviation>,
 }
 
 /// A file beside the weights: `config.json`, the index, the tokenizer.

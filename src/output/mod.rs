@@ -1,7 +1,8 @@
 //! Output: safetensors files, digests and the manifest.
 
+mod deviation;
 pub mod digest;
-mod file;
+pub(crate) mod file;
 pub mod filename;
 pub mod folder;
 mod index;
@@ -16,6 +17,7 @@ pub mod treehash;
 pub mod work;
 mod writer;
 
+pub use deviation::{Deviating, Deviation, Worst};
 pub use digest::Digest;
 pub use folder::OutputFolder;
 pub(crate) use index::Index;

@@ -4,6 +4,7 @@ use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use super::deviation::Worst;
 use super::filename;
 use super::folder::OutputFolder;
 use super::index::Index;
@@ -23,6 +24,8 @@ pub struct Finished {
     pub bytes: u64,
     /// Values that are not finite.
     pub counts: Counts,
+    /// Encoded tensors that are furthest from the source.
+    pub worst: Worst,
     /// Names and digests of the files.
     sums: Vec<(String, Digest)>,
     /// In which file each tensor is, if an index is to be written.
@@ -61,6 +64,7 @@ impl Finished {
         self.tensors += file.tensors.len();
         self.bytes += file.bytes;
         self.counts.add(file, counted);
+        self.worst.add(file);
         self.sums.push((file.name.clone(), file.blake3));
         self.index.iter_mut().for_each(|index| index.add(file));
     }

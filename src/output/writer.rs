@@ -10,11 +10,15 @@ use super::manifest::{FileEntry, TensorEntry};
 use super::work::Counted;
 use super::{Digest, SafetensorsHeader, TreeHash};
 use crate::dequant::Nonfinite;
+use crate::encode;
 use crate::engine::Sink;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::Set;
 use crate::plan::{Plan, PlannedFile};
 use crate::threads::lock;
+
+/// The key of a header's metadata under which the types of kept blocks are, as a JSON object by tensor.
+const BLOCKS_KEY: &str = "ggshard.blocks";
 
 /// Writes files of a plan.
 pub struct Writer<'a> {
@@ -28,6 +32,8 @@ pub struct Writer<'a> {
     metadata: BTreeMap<String, String>,
     /// Values that are not finite, by parameter and rank.
     nonfinite: Mutex<BTreeMap<(u32, u32), Nonfinite>>,
+    /// How far encoded tensors of unfinished files are from the source, by parameter and rank.
+    deviations: Mutex<BTreeMap<(u32, u32), encode::Deviation>>,
     /// Tensors that have begun to arrive, by (parameter, first of the ranks that hold it).
     tensors: Mutex<HashMap<(u32, u32), Arc<TensorHash>>>,
     /// Digests of complete slices, `tp` for each parameter.
@@ -94,6 +100,7 @@ impl<'a> Writer<'a> {
             direct,
             metadata,
             nonfinite: Mutex::default(),
+            deviations: Mutex::default(),
             tensors: Mutex::default(),
             digests,
         })
@@ -155,6 +162,7 @@ impl<'a> Writer<'a> {
             shape: slice.shape.axes().to_vec(),
             offsets: (slice.offset, slice.offset + bytes),
             blake3,
+            deviation: lock(&self.deviations).remove(&(index, rank)).map(Into::into),
         })
     }
 
@@ -199,11 +207,19 @@ pub(crate) fn header_of(
     file: &PlannedFile,
     metadata: &BTreeMap<String, String>,
 ) -> Result<SafetensorsHeader> {
+    let mut metadata = metadata.clone();
+    let params = file.params.iter().map(|p| &plan.params[*p as usize]);
+    let blocks: BTreeMap<&str, &str> =
+        params.filter_map(|p| Some((p.name.as_str(), p.form.blocks()?.name()))).collect();
+    if !blocks.is_empty() {
+        // A map of texts: nothing that JSON cannot say.
+        metadata.insert(BLOCKS_KEY.into(), serde_json::to_string(&blocks).unwrap_or_default());
+    }
     let tensors = file.params.iter().map(|p| {
         let param = &plan.params[*p as usize];
         (param.name.as_str(), param.dtype, param.slices[file.rank as usize].shape.axes().to_vec())
     });
-    SafetensorsHeader::layout(tensors, metadata.clone())
+    SafetensorsHeader::layout(tensors, metadata)
 }
 
 impl Sink for Writer<'_> {
@@ -220,6 +236,11 @@ impl Sink for Writer<'_> {
             self.write(file, file.header_bytes + slice.offset + offset, bytes)?;
         }
         Ok(())
+    }
+
+    fn deviate(&self, param: u32, ranks: &[u32], found: &encode::Deviation) {
+        let mut deviations = lock(&self.deviations);
+        ranks.iter().for_each(|rank| *deviations.entry((param, *rank)).or_default() += *found);
     }
 
     fn note(&self, param: u32, ranks: &[u32], found: Nonfinite) {

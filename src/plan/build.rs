@@ -2,14 +2,17 @@
 
 use std::ops::Range;
 
+use super::keep;
 use super::share::{Share, share};
-use super::{Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files};
+use super::{
+    Form, Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files,
+};
 use crate::dequant::{Dequantizer, FloatType, Simd};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgmlType, GgufSet, SourceTensor};
 use crate::mapping::layout::{self, Content, LaidOut, ParamSpec, Set};
-use crate::mapping::{CutKind, Model, Part, PinnedDtype, Profile, Weight};
+use crate::mapping::{CutKind, Format, Model, OutputPolicy, Part, PinnedDtype, Profile, Weight};
 
 /// Most ranks of one tensor-parallel group, and most pipeline stages.
 const MOST_RANKS: u32 = 1024;
@@ -38,19 +41,32 @@ pub struct PlanRequest {
     pub expert_parallel: bool,
     /// What the user chose about the values.
     pub policy: Policy,
+    /// Which weights are written in a form of their own.
+    pub forms: Option<OutputPolicy>,
+    /// The type of weights whose blocks are to be kept, but are cut through; `None` to refuse that.
+    pub keep_or: Option<FloatType>,
 }
 
 impl PlanRequest {
     /// One pipeline stage, every expert cut.
     pub fn new(profile: Profile, tp: u32, policy: Policy) -> Self {
-        PlanRequest { profile, tp, pp: 1, stage_layers: Vec::new(), expert_parallel: false, policy }
+        PlanRequest {
+            profile,
+            tp,
+            pp: 1,
+            stage_layers: Vec::new(),
+            expert_parallel: false,
+            policy,
+            forms: None,
+            keep_or: None,
+        }
     }
 }
 
 impl Plan {
     /// Plans every rank's files. The result has not been audited yet; [`Plan::audited`] does both.
     pub fn new(set: &GgufSet, model: Model, request: PlanRequest) -> Result<Plan> {
-        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy } = request;
+        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy, forms, keep_or } = request;
         for (what, number, most) in [
             ("tp", u64::from(tp), u64::from(MOST_RANKS)),
             ("pp", u64::from(pp), u64::from(MOST_RANKS)),
@@ -93,6 +109,8 @@ impl Plan {
             stages,
             expert_parallel,
             policy,
+            forms,
+            keep_or,
             sources,
             params: Vec::with_capacity(specs.len()),
             pieces: Vec::new(),
@@ -106,10 +124,15 @@ impl Plan {
             if let [weight] = *param.content.weights() {
                 let first = first_use[weight as usize].get_or_insert(plan.params.len() as u32);
                 let earlier = plan.params.get(*first as usize);
-                param.joins = earlier.filter(|e| e.dtype == param.dtype).map(|_| *first);
+                let encoded = matches!(param.form, Form::Fp8 { .. } | Form::Scales { .. });
+                let alike = |e: &&Param| e.dtype == param.dtype && e.form == param.form && !encoded;
+                param.joins = earlier.filter(alike).map(|_| *first);
             }
+            let scales = plan.scales_of(&mut param, &mut size)?;
             plan.params.push(param);
+            plan.params.extend(scales);
         }
+        plan.warn_of_decoded_blocks();
         plan.refuse_vain_choices(set)?;
         plan.warn_of_padding_kernels();
         files::assign(&mut plan)?;
@@ -123,11 +146,15 @@ impl Plan {
         Ok(plan)
     }
 
-    fn param(&mut self, set: &GgufSet, spec: ParamSpec, size: &mut Size) -> Result<Param> {
-        let dtype = match &spec.content {
-            Content::Constant(_) => Dtype::F32,
-            Content::Joined(_) | Content::Stacked { .. } => dtype(set, &self.model, &spec, self.policy.dtype)?,
+    fn param(&mut self, set: &GgufSet, mut spec: ParamSpec, size: &mut Size) -> Result<Param> {
+        let (dtype, form, decoded) = match &spec.content {
+            Content::Constant(_) => (Dtype::F32, Form::Plain, None),
+            Content::Joined(_) | Content::Stacked { .. } => self.form(set, &spec)?,
         };
+        if let Form::Kept(_) = form {
+            spec.name = keep::blocks_name(&spec.name);
+        }
+        let encoded = dtype == Dtype::F8E4M3;
         let expert = self.expert_parallel && matches!(spec.content, Content::Stacked { .. });
         let cut = match (spec.content.weights().first(), expert) {
             (Some(_), true) => ParamCut::Expert,
@@ -138,6 +165,9 @@ impl Plan {
         let mut last: Option<Held> = None;
         for rank in 0..u64::from(self.tp) {
             let held = self.held(set, &spec, expert, rank)?;
+            if encoded {
+                self.check_blocks(set, &spec, &held)?;
+            }
             size.shares += 1 + held.0.len() as u64;
             if size.shares > MOST_PIECES {
                 return Err(self.too_large(set, &spec.name));
@@ -146,18 +176,16 @@ impl Plan {
             let same = slices.last().filter(|_| last.as_ref() == Some(&held)).cloned();
             let slice = match same {
                 Some(slice) => slice,
-                None => self.slice(set, &spec, &held)?,
+                None => self.slice(set, &spec, form, &held)?,
             };
-            let bytes = dtype.tensor_bytes(slice.shape.axes()).and_then(|bytes| size.bytes.checked_add(bytes));
-            let fits = bytes.filter(|bytes| *bytes <= MOST_BYTES);
-            size.bytes = fits.ok_or_else(|| {
+            size.add(dtype, slice.shape.axes()).ok_or_else(|| {
                 let fault = Fault::new(format!("with {dtype} {:?} the output", slice.shape)).file(set.path());
                 fault.tensor(&spec.name).expected(format!("at most {MOST_BYTES} bytes in all")).layout()
             })?;
             slices.push(slice);
             last = Some(held);
         }
-        let shape = whole_shape(&self.model, &spec.content);
+        let shape = keep::in_bytes(form, whole_shape(&self.model, &spec.content));
         Ok(Param {
             stage: match spec.set {
                 Set::Main => self.stages.of(spec.place),
@@ -168,6 +196,8 @@ impl Plan {
             content: spec.content,
             pinned: spec.pinned,
             dtype,
+            form,
+            decoded,
             shape,
             cut,
             joins: None,
@@ -176,7 +206,7 @@ impl Plan {
     }
 
     /// What a rank holds of each weight of a parameter.
-    fn held(&self, set: &GgufSet, spec: &ParamSpec, expert: bool, rank: u64) -> Result<Held> {
+    pub(super) fn held(&self, set: &GgufSet, spec: &ParamSpec, expert: bool, rank: u64) -> Result<Held> {
         let tp = u64::from(self.tp);
         let vocab = self.profile.rules.vocab;
         let weights = spec.content.weights();
@@ -211,7 +241,7 @@ impl Plan {
         Ok(Held(parts.collect::<Result<Vec<_>>>()?))
     }
 
-    fn slice(&mut self, set: &GgufSet, spec: &ParamSpec, held: &Held) -> Result<Slice> {
+    fn slice(&mut self, set: &GgufSet, spec: &ParamSpec, form: Form, held: &Held) -> Result<Slice> {
         let start = self.pieces.len() as u32;
         if let Content::Constant(value) = spec.content {
             self.pieces.push(Piece { row: 0, col: 0, rows: 1, cols: 1, origin: Origin::Fill(value) });
@@ -231,7 +261,8 @@ impl Plan {
             lower(weight, part, row, &mut self.pieces);
             row += part.rows;
         }
-        let shape = slice_shape(&self.model, &spec.content, held)
+        self.pieces[start as usize..].iter_mut().for_each(|piece| keep::piece_in_bytes(form, piece));
+        let shape = slice_shape(&self.model, &spec.content, form, held)
             .ok_or_else(|| Fault::new("a shape of more than 4 axes").file(set.path()).tensor(&spec.name).layout())?;
         Ok(Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 })
     }
@@ -254,6 +285,7 @@ impl Plan {
             let found = format!("profile '{name}' makes no parameter of this file{why}");
             return refused(found, "Choose another profile, or another --mtp");
         }
+        self.refuse_vain_policy(set)?;
         let stacked = self.params.iter().any(|p| matches!(p.content, Content::Stacked { .. }));
         if self.expert_parallel && !stacked {
             let found = format!("--ep has no effect: under profile '{name}' the model has no stacked experts");
@@ -269,7 +301,8 @@ impl Plan {
     /// Kernels that pad an expert's rows place `up` where plain files do not have it, and vLLM only warns.
     fn warn_of_padding_kernels(&mut self) {
         const LANES: u64 = 128;
-        let ragged = self.params.iter().find_map(|p| {
+        let mut values = self.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. }));
+        let ragged = values.find_map(|p| {
             let Content::Stacked { parts, .. } = p.content else { return None };
             let axes = p.slices.first()?.shape.axes();
             let rows = axes.get(1)? / u64::from(parts.max(1));
@@ -288,24 +321,33 @@ impl Plan {
 
 /// What a rank holds of each weight of a parameter, in the order of the slice.
 #[derive(Debug, PartialEq)]
-struct Held(Vec<HeldPart>);
+pub(super) struct Held(pub Vec<HeldPart>);
 
 /// What a rank holds of one weight, and the rows and columns that it takes in the slice, padding included.
 #[derive(Debug, PartialEq)]
 pub(super) struct HeldPart {
-    weight: u32,
-    share: Share,
-    rows: u64,
-    cols: u64,
+    pub weight: u32,
+    pub share: Share,
+    pub rows: u64,
+    pub cols: u64,
 }
 
 /// What a plan has come to while it is made.
 #[derive(Default)]
-struct Size {
+pub(super) struct Size {
     /// Shares of weights on ranks.
     shares: u64,
     /// Bytes of output.
     bytes: u64,
+}
+
+impl Size {
+    /// Adds a slice; `None` when the output becomes too large.
+    pub fn add(&mut self, dtype: Dtype, axes: &[u64]) -> Option<()> {
+        let bytes = dtype.tensor_bytes(axes).and_then(|bytes| self.bytes.checked_add(bytes));
+        self.bytes = bytes.filter(|bytes| *bytes <= MOST_BYTES)?;
+        Some(())
+    }
 }
 
 fn stages(model: &Model, pp: u32, given: &[u64]) -> Result<StageLayers, String> {
@@ -333,7 +375,7 @@ fn whole_shape(model: &Model, content: &Content) -> Vec<u64> {
 }
 
 /// The element type of a weight in the output. Under `raw`, integers and F64 stay what they are.
-fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: FloatType) -> Result<Dtype> {
+pub(super) fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: Format) -> Result<Dtype> {
     let mut last = u32::MAX;
     for part in spec.content.weights().iter().flat_map(|w| &model.weights[*w as usize].recipe.parts) {
         // The experts of a stack come from one source, over and over.
@@ -354,9 +396,11 @@ fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: FloatType) -> Re
         }
     }
     Ok(match (spec.pinned, asked) {
-        (Some(PinnedDtype::F32), _) | (None, FloatType::F32) => Dtype::F32,
-        (None, FloatType::BF16) => Dtype::BF16,
-        (None, FloatType::F16) => Dtype::F16,
+        (Some(PinnedDtype::F32), _) | (None, Format::F32) => Dtype::F32,
+        (None, Format::Bf16) => Dtype::BF16,
+        (None, Format::F16) => Dtype::F16,
+        (None, Format::Fp8) => Dtype::F8E4M3,
+        (None, Format::Keep) => Dtype::U8,
     })
 }
 
@@ -376,7 +420,7 @@ fn unchanged(ty: GgmlType) -> Option<Dtype> {
 }
 
 /// The shape of a slice: that of its weights, with the rows joined and the cut axis as held.
-fn slice_shape(model: &Model, content: &Content, held: &Held) -> Option<Shape> {
+fn slice_shape(model: &Model, content: &Content, form: Form, held: &Held) -> Option<Shape> {
     let Some(first) = held.0.first() else { return Shape::new(&[]) };
     let mut axes = model.weights[first.weight as usize].shape.clone();
     let last = axes.len() - 1;
@@ -392,7 +436,7 @@ fn slice_shape(model: &Model, content: &Content, held: &Held) -> Option<Shape> {
     if let Content::Stacked { parts, .. } = content {
         axes.insert(0, (held.0.len() / *parts as usize) as u64);
     }
-    Shape::new(&axes)
+    Shape::new(&keep::in_bytes(form, axes))
 }
 
 /// At most how many pieces [`lower`] makes, padding included.

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::{Param, Plan};
+use super::{Form, Param, Plan};
 use crate::error::{Fault, Result};
 use crate::mapping::{FileSlot, Set};
 
@@ -64,7 +64,12 @@ fn stream(plan: &mut Plan, set: Set, stage: u32, rank: u32, params: &[u32]) -> R
     for index in params {
         let param = &plan.params[*index as usize];
         let bytes = plan.slice_bytes(param, &param.slices[rank as usize]);
-        let entry = param.name.len() as u64 + ENTRY_BYTES;
+        // Kept blocks are named once more, with their type.
+        let named = match param.form {
+            Form::Plain | Form::Fp8 { .. } | Form::Scales { .. } => 1,
+            Form::Kept(_) => 2,
+        };
+        let entry = named * param.name.len() as u64 + ENTRY_BYTES;
         let full = data.saturating_add(bytes) > plan.policy.part_size || header + entry > HEADER_BYTES;
         match parts.last_mut() {
             Some(part) if !full => part.push(*index),

@@ -1,6 +1,7 @@
 //! The identity of a plan: equal for equal plans, another for plans that would write any other byte.
 
-use super::{Origin, Plan, Region};
+use super::{Form, Origin, Plan, Region};
+
 impl Plan {
     /// BLAKE3 over rules, sources, parameters, pieces and files.
     pub fn identity(&self) -> blake3::Hash {
@@ -11,6 +12,9 @@ impl Plan {
         hasher.number(u64::from(self.tp));
         hasher.numbers(self.stages.counts());
         hasher.numbers(&[self.expert_parallel.into(), self.policy.moe_pad.unwrap_or(0)]);
+        if let Some(policy) = &self.forms {
+            hasher.text(&policy.id().digest);
+        }
         for source in &self.sources {
             hasher.text(&source.name);
             hasher.numbers(&[source.ty as u64, source.elements, source.bytes]);
@@ -19,6 +23,12 @@ impl Plan {
             hasher.text(&param.name);
             hasher.text(param.dtype.name());
             hasher.numbers(&[param.set as u64, param.stage.into()]);
+            match param.form {
+                Form::Plain => {}
+                Form::Fp8 { scales } => hasher.numbers(&[1, scales.into()]),
+                Form::Scales { of } => hasher.numbers(&[2, of.into()]),
+                Form::Kept(ty) => hasher.numbers(&[3, ty as u64]),
+            }
             hasher.numbers(&param.shape);
             for slice in &param.slices {
                 hasher.numbers(slice.shape.axes());

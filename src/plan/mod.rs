@@ -7,7 +7,9 @@
 pub mod audit;
 mod build;
 mod files;
+mod forms;
 mod identity;
+mod keep;
 mod picture;
 mod share;
 mod stages;
@@ -15,6 +17,8 @@ mod summary;
 
 pub use build::PlanRequest;
 pub use files::{DRAFT_FOLDER, PlannedFile};
+pub use forms::{BLOCK, Form, SCALES_SUFFIX};
+pub use keep::weight_name;
 pub use picture::{Cell, Column, Group, Picture, Row, Section};
 pub use stages::StageLayers;
 pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
@@ -24,7 +28,7 @@ use std::ops::Range;
 use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::gguf::GgmlType;
-use crate::mapping::{Content, CutKind, Model, MtpPolicy, PinnedDtype, Profile, Set, ValueOp};
+use crate::mapping::{Content, CutKind, Model, MtpPolicy, OutputPolicy, PinnedDtype, Profile, Set, ValueOp};
 
 /// What is written where, and from what.
 #[derive(Debug, Clone)]
@@ -41,6 +45,10 @@ pub struct Plan {
     pub expert_parallel: bool,
     /// What the user chose about the values.
     pub policy: Policy,
+    /// Which weights are written in a form of their own; `None` if all follow [`Policy::dtype`].
+    pub forms: Option<OutputPolicy>,
+    /// The type of weights whose blocks are to be kept, but are cut through; `None` if that is refused.
+    pub keep_or: Option<FloatType>,
     /// The source tensors that pieces refer to by index.
     pub sources: Vec<PlannedSource>,
     /// Parameters in the one global order that every rank's files follow.
@@ -56,7 +64,7 @@ pub struct Plan {
 /// What the user chose about the values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// Dtype of every weight that is not pinned to another.
+    /// Dtype of every weight that is not pinned to another, and to which the output policy gives no form of its own.
     pub dtype: FloatType,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
@@ -94,6 +102,10 @@ pub struct Param {
     pub pinned: Option<PinnedDtype>,
     /// Its element type.
     pub dtype: Dtype,
+    /// How its elements are stored.
+    pub form: Form,
+    /// Why its blocks, which were to be kept, are decoded.
+    pub decoded: Option<String>,
     /// Its whole shape before any cut or padding, row-major.
     pub shape: Vec<u64>,
     /// How ranks share it.
@@ -105,6 +117,12 @@ pub struct Param {
 }
 
 impl Param {
+    /// Number of elements of the whole. Of kept blocks, the shape counts bytes.
+    pub fn elements(&self) -> u64 {
+        let (block, block_bytes) = self.form.unit();
+        self.shape.iter().product::<u64>() / block_bytes * block
+    }
+
     /// The first of the ranks that hold the very same slice as `rank`.
     pub fn first_holder(&self, rank: u32) -> u32 {
         let pieces = |rank: u32| &self.slices[rank as usize].pieces;

@@ -5,8 +5,9 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::{DRAFT_FOLDER, ParamCut, Plan};
-use crate::mapping::{CutKind, RulesId, Set};
+use super::{DRAFT_FOLDER, Form, Param, ParamCut, Plan};
+use crate::gguf::GgmlType;
+use crate::mapping::{CutKind, OutputPolicy, RulesId, Set};
 
 /// The summary of a plan.
 #[derive(Debug, Clone, Serialize)]
@@ -29,8 +30,11 @@ pub struct Summary {
     pub pp: u32,
     /// Ranks hold whole experts.
     pub expert_parallel: bool,
-    /// Output dtype of weights that are not pinned.
+    /// Output dtype of weights that are not pinned and to which the output policy gives no form of its own.
     pub dtype: String,
+    /// The output policy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<RulesId>,
     /// Source tensors in the file.
     pub source_tensors: usize,
     /// Of them, used by a weight (scales included).
@@ -51,11 +55,25 @@ pub struct Summary {
     pub output_bytes: u64,
     /// Of them, bytes of weights that every rank holds whole, counted on all ranks but one: the cost of replication.
     pub replicated_bytes: u64,
+    /// Whether the weights fit the memory of GPUs that was asked about.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu_memory: Option<Fit>,
     /// What the user should know.
     pub warnings: Vec<String>,
     /// Every parameter, in the global order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tensors: Vec<ParameterSummary>,
+}
+
+/// Whether each GPU holds the weights of its rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Fit {
+    /// Memory of a GPU, in bytes.
+    pub bytes: u64,
+    /// The most that one GPU holds: a rank of a stage, with the draft model where there is one.
+    pub largest: u64,
+    /// Whether that is no more.
+    pub fits: bool,
 }
 
 /// Source tensors of one type.
@@ -99,6 +117,12 @@ pub struct ParameterSummary {
     pub cut: &'static str,
     /// The source tensors it is made of, with their types.
     pub sources: Vec<(String, &'static str)>,
+    /// The type of its blocks, which are kept; the shape's last axis counts bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<&'static str>,
+    /// Why its blocks, which were to be kept, are decoded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decoded: Option<String>,
 }
 
 impl Plan {
@@ -198,16 +222,18 @@ impl Plan {
             pp: self.stages.count(),
             expert_parallel: self.expert_parallel,
             dtype: self.policy.dtype.name().to_lowercase(),
+            policy: self.forms.as_ref().map(OutputPolicy::id),
             source_tensors: self.sources.len(),
             used_tensors: (0..self.sources.len()).filter(used).count(),
             ignored: self.unused_sources().collect(),
             source_bytes: (0..self.sources.len()).filter(used).map(|i| self.sources[i].bytes).sum(),
             parameters: self.params.len(),
-            elements: self.params.iter().map(|p| p.shape.iter().product::<u64>()).sum(),
+            elements: self.params.iter().filter(|p| !scales(p)).map(Param::elements).sum(),
             types,
             output_bytes: ranks.iter().map(|r| r.bytes).sum(),
             ranks,
             replicated_bytes,
+            gpu_memory: None,
             warnings: self.model.warnings.clone(),
             tensors: if tensors {
                 (0..self.params.len()).map(|p| self.parameter_summary(p)).collect()
@@ -225,11 +251,31 @@ impl Plan {
             shape: param.shape.clone(),
             cut: param.cut.name(),
             sources: self.sources_of(index),
+            blocks: param.form.blocks().map(GgmlType::name),
+            decoded: param.decoded.clone(),
         }
     }
 }
 
+/// Whether a parameter holds the scales of another.
+fn scales(param: &Param) -> bool {
+    match param.form {
+        Form::Scales { .. } => true,
+        Form::Plain | Form::Fp8 { .. } | Form::Kept(_) => false,
+    }
+}
+
 impl Summary {
+    /// Whether GPUs of so many bytes each hold the weights. Caches and activations come on top.
+    pub fn fit(&self, bytes: u64) -> Fit {
+        let draft = |rank: u32| self.ranks.iter().filter(move |r| r.set != "main" && r.rank == rank).map(|r| r.bytes);
+        let main = self.ranks.iter().filter(|r| r.set == "main");
+        // The draft model runs where the last stage is.
+        let held = main.map(|r| r.bytes + if r.stage + 1 == self.pp { draft(r.rank).sum() } else { 0 });
+        let largest = held.chain(draft(0)).max().unwrap_or(0);
+        Fit { bytes, largest, fits: largest <= bytes }
+    }
+
     /// The summary in words and tables.
     pub fn render(&self) -> String {
         let mut out = String::new();
@@ -237,7 +283,8 @@ impl Summary {
         let _ = writeln!(out, "mapping    {}{class}: {}", self.mapping.name, self.mapping_chosen);
         let pp = if self.pp > 1 { format!(", pp {}", self.pp) } else { String::new() };
         let ep = if self.expert_parallel { ", whole experts per rank" } else { "" };
-        let _ = writeln!(out, "profile    {}, tp {}{pp}{ep}, {}", self.profile.name, self.tp, self.dtype);
+        let policy = self.policy.as_ref().map_or(String::new(), |policy| format!(", policy {}", policy.name));
+        let _ = writeln!(out, "profile    {}, tp {}{pp}{ep}, {}{policy}", self.profile.name, self.tp, self.dtype);
         for line in &self.launch {
             let _ = writeln!(out, "launch     {line}");
         }
@@ -267,6 +314,16 @@ impl Summary {
             let label = format!("{set}{stage}rank {}", rank.rank);
             let _ =
                 writeln!(out, "{label:10} {} bytes in {} files ({})", rank.bytes, rank.files.len(), dtypes.join(", "));
+        }
+        if let Some(Fit { bytes, largest, fits }) = self.gpu_memory {
+            let verdict =
+                if fits { format!("fits, {} are left", size(bytes - largest)) } else { "DOES NOT FIT".into() };
+            let _ = writeln!(
+                out,
+                "memory     {largest} bytes ({}) of weights on a GPU of {}: {verdict}",
+                size(largest),
+                size(bytes)
+            );
         }
         let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (name, reason) in &self.ignored {

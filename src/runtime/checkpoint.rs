@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::tensor::{SharedTensor, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
-use crate::gguf::{Advice, Map};
+use crate::gguf::{Advice, GgmlType, Map};
 use crate::mapping::Set;
 use crate::output::Digest;
 use crate::output::filename;
@@ -75,6 +75,8 @@ struct Inner {
 struct Held {
     name: Arc<str>,
     dtype: Dtype,
+    /// The type of its blocks, where they are kept.
+    blocks: Option<GgmlType>,
     shape: Arc<[u64]>,
     /// Index of its file.
     file: u32,
@@ -126,7 +128,8 @@ impl RankCheckpoint {
         for parameter in manifest.parameters.iter().filter(|p| p.set == folder) {
             if let Some((file, tensor, range)) = places.remove(parameter.name.as_str()) {
                 let (name, shape) = (Arc::from(tensor.name.as_str()), Arc::from(tensor.shape.as_slice()));
-                tensors.push(Held { name, dtype: tensor.dtype, shape, file, range });
+                let blocks = parameter.blocks.as_deref().and_then(GgmlType::from_name);
+                tensors.push(Held { name, dtype: tensor.dtype, blocks, shape, file, range });
             }
         }
         let by_name = tensors.iter().enumerate().map(|(i, t)| (Arc::clone(&t.name), i as u32)).collect();
@@ -288,6 +291,11 @@ impl RankCheckpoint {
             map: Arc::clone(&self.0.maps[held.file as usize]),
             range: held.range.clone(),
         })
+    }
+
+    pub(super) fn block_type(&self, name: &str) -> Option<GgmlType> {
+        let index = self.0.by_name.get(name)?;
+        self.0.tensors[*index as usize].blocks
     }
 
     fn view<'a>(&'a self, held: &'a Held) -> Tensor<'a> {

@@ -8,14 +8,18 @@
 //! Nothing here trusts the program that loads: names, dtypes and shapes are compared with the manifest or come from an
 //! audited plan, and every difference is an error that names the file and the tensor.
 
+mod blocks;
 mod buffer;
 mod checkpoint;
 mod load;
+mod resident;
 mod source;
 mod stream;
 mod tensor;
 
+pub use blocks::Blocks;
 pub use checkpoint::{OpenOptions, RankCheckpoint, Verify};
+pub use resident::{DeviceLoaded, DeviceWeights};
 pub use source::{RankOptions, Source, WeightOptions};
 pub use stream::{Loaded, WeightSpec, Weights};
 pub use tensor::{SharedTensor, Tensor};

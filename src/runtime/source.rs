@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::resident::{self, DeviceWeights};
 use super::stream::Weights;
 use crate::convert::{self, Request};
 use crate::dequant::FloatType;
@@ -131,6 +132,20 @@ impl Source {
     ///
     /// As [`Source::weights`], and [`Error::Layout`](crate::Error::Layout) for a rank or stage beyond the last.
     pub fn rank(&self, options: RankOptions) -> Result<Weights> {
+        self.start(options, None)
+    }
+
+    /// As [`Source::rank`], but the parameters come to be in the memory of the CUDA device of this number: quantized
+    /// bytes are sent there and decoded where they stay. [`WeightOptions::memory`] bounds memory of the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`Source::rank`], and [`Error::Device`](crate::Error::Device) when the device cannot be used.
+    pub fn rank_on(&self, options: RankOptions, device: u32) -> Result<DeviceWeights> {
+        self.start(options, Some(device)).map(DeviceWeights)
+    }
+
+    fn start(&self, options: RankOptions, device: Option<u32>) -> Result<Weights> {
         let RankOptions { tp, rank, pp, stage, .. } = options;
         if rank >= tp {
             return Err(Fault::new(format!("rank {rank} of {tp}")).expected(format!("a rank below {tp}")).layout());
@@ -154,7 +169,7 @@ impl Source {
             moe_pad: options.moe_pad,
             ..Request::default()
         };
-        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, &request)?;
+        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, None, &request)?;
         if let Some(set) = options.set {
             plan.params.retain(|param| param.set == set);
         }
@@ -168,8 +183,11 @@ impl Source {
             keep(&mut plan, &names, &self.0)?;
         }
         narrow(&mut plan);
-        let engine = engine::Options { ranks: vec![rank], threads, allow_nonfinite, ..engine::Options::default() };
-        Weights::start(Arc::clone(&self.0), plan, rank, engine, memory)
+        let decoder = device.map_or(engine::Device::Cpu, |ordinal| engine::Device::Cuda(vec![ordinal]));
+        let engine =
+            engine::Options { ranks: vec![rank], threads, allow_nonfinite, device: decoder, ..Default::default() };
+        let device = device.map(resident::open).transpose()?;
+        Weights::start(Arc::clone(&self.0), plan, rank, engine, memory, device)
     }
 }
 

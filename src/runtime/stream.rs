@@ -12,9 +12,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::buffer::Buffer;
+use crate::cuda::{self, DriverError, Memory};
 use crate::dequant::Nonfinite;
 use crate::dtype::Dtype;
-use crate::engine::{self, Engine, Sink};
+use crate::engine::{self, Engine, Resident, Sink};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
 use crate::mapping::Set;
@@ -69,6 +70,8 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     budget: u64,
+    /// The device in whose memory parameters come to be; none for the host's.
+    device: Option<Arc<cuda::Device>>,
 }
 
 struct State {
@@ -83,12 +86,55 @@ struct State {
     outcome: Option<Result<BTreeMap<u32, Nonfinite>>>,
 }
 
+/// Where a parameter's bytes come to be.
+#[derive(Clone)]
+enum Room {
+    Host(Arc<Buffer>),
+    Device(Arc<Memory>),
+}
+
+impl Room {
+    fn new(bytes: u64, device: Option<&Arc<cuda::Device>>) -> Result<Self> {
+        match device {
+            None => Ok(Room::Host(Arc::new(Buffer::new(bytes)?))),
+            Some(device) => {
+                let fault = |e: DriverError| Fault::new(format!("{}: {bytes} bytes: {e}", device.title())).device();
+                let size = usize::try_from(bytes).map_err(|_| Fault::new(format!("{bytes} bytes")).device())?;
+                Ok(Room::Device(Arc::new(Memory::new(device, size).map_err(fault)?)))
+            }
+        }
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        match self {
+            Room::Host(buffer) => buffer.put(offset, bytes),
+            Room::Device(memory) => {
+                memory.write(offset as usize, bytes).map_err(|error| Fault::new(error.to_string()).device())
+            }
+        }
+    }
+
+    /// What nobody else holds; none if somebody does.
+    fn into_bytes(self) -> Option<Bytes> {
+        match self {
+            Room::Host(buffer) => Some(Bytes::Host(Arc::into_inner(buffer)?.into_vec())),
+            Room::Device(memory) => Some(Bytes::Device(Arc::into_inner(memory)?)),
+        }
+    }
+}
+
+/// A complete parameter.
+pub(super) enum Bytes {
+    Host(Vec<u8>),
+    Device(Memory),
+}
+
 enum Slot {
     /// Nothing of so many bytes has come.
     Waiting(u64),
     /// So many bytes have yet to come.
-    Filling(Arc<Buffer>, u64),
-    Complete(Vec<u8>),
+    Filling(Room, u64),
+    Complete(Bytes),
     Delivered,
 }
 
@@ -100,6 +146,7 @@ impl Weights {
         rank: u32,
         options: engine::Options,
         memory: u64,
+        device: Option<Arc<cuda::Device>>,
     ) -> Result<Self> {
         let specs: Arc<[WeightSpec]> = plan
             .params
@@ -116,17 +163,20 @@ impl Weights {
             })
             .collect();
         let slot = |spec: &WeightSpec| match spec.bytes {
-            0 => Slot::Complete(Vec::new()),
-            bytes => Slot::Waiting(bytes),
+            0 => Ok(Room::new(0, device.as_ref())?.into_bytes().map_or(Slot::Delivered, Slot::Complete)),
+            bytes => Ok(Slot::Waiting(bytes)),
         };
-        let state = State { slots: specs.iter().map(slot).collect(), next: 0, held: 0, stopped: false, outcome: None };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), budget: memory });
+        let slots = specs.iter().map(slot).collect::<Result<_>>()?;
+        let state = State { slots, next: 0, held: 0, stopped: false, outcome: None };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), budget: memory, device });
         let warnings = plan.model.warnings.clone();
         let runner = {
             let shared = Arc::clone(&shared);
             let run = move || {
                 let ended = Ended(&shared);
-                let outcome = Engine::new(&plan, &set, options).run(&*shared, &|_| {}).map(|o| o.nonfinite);
+                let resident = shared.device.is_some().then_some(&*shared as &dyn Resident);
+                let engine = Engine::new(&plan, &set, options).resident(resident);
+                let outcome = engine.run(&*shared, &|_| {}).map(|o| o.nonfinite);
                 lock(&shared.state).outcome = Some(outcome);
                 drop(ended);
             };
@@ -184,10 +234,9 @@ impl Weights {
     }
 }
 
-impl Iterator for Weights {
-    type Item = Result<Loaded>;
-
-    fn next(&mut self) -> Option<Self::Item> {
+impl Weights {
+    /// The next parameter, wherever its bytes are.
+    pub(super) fn advance(&mut self) -> Option<Result<(WeightSpec, Bytes)>> {
         if self.over {
             return None;
         }
@@ -222,8 +271,19 @@ impl Iterator for Weights {
         }
         self.shared.changed.notify_all();
         self.next += 1;
-        let WeightSpec { name, set, dtype, shape, .. } = spec.clone();
-        Some(Ok(Loaded { name, set, dtype, shape, bytes }))
+        Some(Ok((spec.clone(), bytes)))
+    }
+}
+
+impl Iterator for Weights {
+    type Item = Result<Loaded>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let next = self.advance()?;
+        Some(next.and_then(|(WeightSpec { name, set, dtype, shape, .. }, bytes)| match bytes {
+            Bytes::Host(bytes) => Ok(Loaded { name, set, dtype, shape, bytes }),
+            Bytes::Device(_) => Err(Fault::new("the bytes are on a device").tensor(name).audit()),
+        }))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -261,8 +321,8 @@ impl Shared {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The buffer of a parameter, as soon as it may begin.
-    fn begin(&self, param: usize) -> Result<Arc<Buffer>> {
+    /// The room of a parameter, as soon as it may begin.
+    fn begin(&self, param: usize) -> Result<Room> {
         let mut state = lock(&self.state);
         loop {
             if state.stopped {
@@ -270,13 +330,13 @@ impl Shared {
                 return Err(Fault::new("decoding was stopped").audit());
             }
             match state.slots.get(param) {
-                Some(Slot::Filling(buffer, _)) => return Ok(Arc::clone(buffer)),
+                Some(Slot::Filling(room, _)) => return Ok(room.clone()),
                 Some(&Slot::Waiting(bytes)) => {
                     if param == state.next || state.held.saturating_add(bytes) <= self.budget {
-                        let buffer = Arc::new(Buffer::new(bytes)?);
+                        let room = Room::new(bytes, self.device.as_ref())?;
                         state.held += bytes;
-                        state.slots[param] = Slot::Filling(Arc::clone(&buffer), bytes);
-                        return Ok(buffer);
+                        state.slots[param] = Slot::Filling(room.clone(), bytes);
+                        return Ok(room);
                     }
                 }
                 Some(Slot::Complete(_) | Slot::Delivered) | None => {
@@ -297,9 +357,9 @@ impl Shared {
             Slot::Waiting(_) | Slot::Complete(_) | Slot::Delivered => return Err(wrong()),
         }
         if matches!(slot, Slot::Filling(_, 0))
-            && let Slot::Filling(buffer, _) = std::mem::replace(slot, Slot::Delivered)
+            && let Slot::Filling(room, _) = std::mem::replace(slot, Slot::Delivered)
         {
-            *slot = Slot::Complete(Arc::into_inner(buffer).ok_or_else(wrong)?.into_vec());
+            *slot = Slot::Complete(room.into_bytes().ok_or_else(wrong)?);
             let next = state.next == param;
             drop(state);
             if next {
@@ -312,14 +372,29 @@ impl Shared {
 
 impl Sink for Shared {
     fn put(&self, param: u32, _ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()> {
-        let buffer = self.begin(param as usize)?;
-        buffer.put(offset, bytes)?;
-        drop(buffer);
+        let room = self.begin(param as usize)?;
+        room.put(offset, bytes)?;
+        drop(room);
         self.arrived(param as usize, bytes.len() as u64)
     }
 
     fn stop(&self) {
         lock(&self.state).stopped = true;
         self.changed.notify_all();
+    }
+}
+
+impl Resident for Shared {
+    fn memory(&self, param: u32) -> Result<Arc<Memory>> {
+        match self.begin(param as usize)? {
+            Room::Device(memory) => Ok(memory),
+            Room::Host(_) => Err(Fault::new(format!("parameter {param} has no memory on a device")).audit()),
+        }
+    }
+
+    fn arrived(&self, param: u32, memory: Arc<Memory>, bytes: u64) -> Result<()> {
+        // The last to arrive gives the memory away, which nobody else may hold then.
+        drop(memory);
+        Shared::arrived(self, param as usize, bytes)
     }
 }

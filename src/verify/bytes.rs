@@ -1,16 +1,19 @@
 //! The engine's sink when a checkpoint is compared with its source: what would be written is read instead.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use super::{Finding, Report, What};
+use crate::encode;
 use crate::engine::Sink;
 use crate::error::{Fault, Result};
 use crate::gguf::read_up_to;
+use crate::output::manifest::{FileEntry, Manifest};
+use crate::output::{Deviation, filename};
 use crate::plan::Plan;
 use crate::regular;
 use crate::threads::{into_inner, lock};
@@ -29,6 +32,10 @@ pub(super) struct Comparer<'a> {
     dir: &'a Path,
     /// By index of [`Plan::files`]; none for ranks that are not compared.
     files: Vec<Option<Written<'a>>>,
+    /// How far encoded tensors are from the source, by parameter and rank: of files that are not compared to the end, and
+    /// of all others.
+    deviating: Mutex<BTreeMap<(u32, u32), encode::Deviation>>,
+    deviations: Mutex<BTreeMap<(u32, u32), Deviation>>,
     /// By (file, parameter).
     differences: Mutex<BTreeMap<(u32, u32), Difference>>,
 }
@@ -77,7 +84,31 @@ impl<'a> Comparer<'a> {
             })
         };
         let files = plan.files.iter().zip(header_bytes).map(written).collect();
-        Comparer { plan, dir, files, differences: Mutex::default() }
+        let (deviating, deviations) = (Mutex::default(), Mutex::default());
+        Comparer { plan, dir, files, deviating, deviations, differences: Mutex::default() }
+    }
+
+    /// Recorded deviations that are not those that the source gives.
+    pub fn deviations(&self, manifest: &Manifest) -> Vec<Finding> {
+        let entries: HashMap<&str, &FileEntry> = manifest.files.iter().map(|file| (file.name.as_str(), file)).collect();
+        let deviations = lock(&self.deviations);
+        let mut findings = Vec::new();
+        let files = self.plan.files.iter().zip(&self.files).filter(|(_, written)| written.is_some());
+        for (file, entry) in files.filter_map(|(file, _)| Some((file, *entries.get(file.name.as_str())?))) {
+            for (param, tensor) in file.params.iter().zip(&entry.tensors) {
+                let found = deviations.get(&(*param, file.rank)).copied();
+                if tensor.deviation != found {
+                    let text = |d: Option<Deviation>| {
+                        d.map_or("none".to_owned(), |d| format!("{} and at most {}", d.relative_rms, d.largest_error))
+                    };
+                    let finding = Finding::new(filename::MANIFEST, What::Record).tensor(&tensor.name);
+                    findings.push(
+                        finding.expected(format!("a deviation of {}", text(found))).found(text(tensor.deviation)),
+                    );
+                }
+            }
+        }
+        findings
     }
 
     /// Adds what was found to the report, file after file in the plan's order. Every byte must have come.
@@ -137,7 +168,13 @@ impl<'a> Comparer<'a> {
                 }
             });
         }
-        written.done(bytes.len() as u64);
+        if written.done(bytes.len() as u64) {
+            let planned = &self.plan.files[file as usize];
+            let (mut deviating, mut deviations) = (lock(&self.deviating), lock(&self.deviations));
+            for key in planned.params.iter().map(|param| (*param, planned.rank)) {
+                deviations.extend(deviating.remove(&key).map(|found| (key, found.into())));
+            }
+        }
         Ok(())
     }
 
@@ -165,6 +202,11 @@ impl<'a> Comparer<'a> {
 }
 
 impl Sink for Comparer<'_> {
+    fn deviate(&self, param: u32, ranks: &[u32], found: &encode::Deviation) {
+        let mut deviating = lock(&self.deviating);
+        ranks.iter().for_each(|rank| *deviating.entry((param, *rank)).or_default() += *found);
+    }
+
     fn put(&self, param: u32, ranks: &[u32], offset: u64, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -205,10 +247,13 @@ impl Written<'_> {
         }
     }
 
-    /// Counts compared bytes, and closes the file after the last: a model has more files than a process may open.
-    fn done(&self, bytes: u64) {
-        if self.missing.fetch_sub(bytes, Ordering::AcqRel) == bytes {
+    /// Counts compared bytes, and closes the file after the last: a model has more files than a process may open. Gives whether
+    /// this was the last.
+    fn done(&self, bytes: u64) -> bool {
+        let last = self.missing.fetch_sub(bytes, Ordering::AcqRel) == bytes;
+        if last {
             *self.handle.write().unwrap_or_else(PoisonError::into_inner) = Handle::Closed;
         }
+        last
     }
 }

@@ -16,7 +16,7 @@ use crate::dequant::{FloatType, Nonfinite};
 use crate::engine::{self, Engine, Observer};
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgufSet, OpenOptions};
-use crate::mapping::{Mapping, MtpPolicy, Profile, RulesId};
+use crate::mapping::{Mapping, MtpPolicy, OutputPolicy, Profile, RulesId};
 use crate::output::filename;
 use crate::output::manifest::{FileEntry, Manifest, Parameter};
 use crate::output::{Digest, SafetensorsHeader, SourceHasher, header_of};
@@ -36,8 +36,8 @@ impl Source {
         check_parts(&set, manifest)?;
         set.refuse_nonmodel()?;
         let (mapping, profile) = (mapping(manifest, path)?, profile(manifest, path)?);
-        let request = request(manifest, path)?;
-        let planned = convert::plan_with(set, mapping, profile, &request)?;
+        let (policy, request) = (policy(manifest, path)?, request(manifest, path)?);
+        let planned = convert::plan_by(set, mapping, profile, policy, &request)?;
         let identity = Digest::from(planned.plan.identity());
         if identity != manifest.plan {
             return Err(Fault::new(format!("the plan {}", manifest.plan))
@@ -93,6 +93,9 @@ impl Source {
         let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
         let engine = Engine::new(plan, set, engine_options).observed(observer);
         let outcome = engine.run(&comparer, &|bytes| progress(Step::Bytes(bytes)))?;
+        for finding in comparer.deviations(manifest) {
+            report.push(finding);
+        }
         comparer.finish(report)?;
         if let Some(hasher) = hasher {
             check_digests(&hasher.finish(options.threads, options.cancel.as_deref())?, manifest, report);
@@ -160,6 +163,20 @@ fn profile(manifest: &Manifest, path: &Path) -> Result<Profile> {
     Ok(profile)
 }
 
+/// The output policy that the manifest records, if there was one.
+fn policy(manifest: &Manifest, path: &Path) -> Result<Option<OutputPolicy>> {
+    let Some(recorded) = &manifest.policy.rules else { return Ok(None) };
+    let policy = match recorded.texts.as_slice() {
+        [] => OutputPolicy::builtin(&recorded.name),
+        [text] => OutputPolicy::from_text(text),
+        several => Err(Fault::new(format!("{} texts", several.len())).expected("one").rules()),
+    };
+    let policy = policy.map_err(|error| unknown(error, "policy.rules", manifest, path))?;
+    let recorded = (recorded.name.as_str(), recorded.version.as_str(), recorded.digest);
+    check_rules("policy.rules", &policy.id(), recorded, manifest, path)?;
+    Ok(Some(policy))
+}
+
 /// The profile by its recorded text, or the built-in one of its name, whatever its digest.
 pub(super) fn recorded_profile(manifest: &Manifest) -> Result<Profile> {
     match manifest.profile.texts.as_slice() {
@@ -198,7 +215,9 @@ fn request(manifest: &Manifest, path: &Path) -> Result<Request> {
         Fault::new(format!("'{found}'")).file(path).key(key).remedy(other_version(manifest)).checkpoint()
     };
     let dtypes = [FloatType::BF16, FloatType::F16, FloatType::F32];
-    let dtype = dtypes.into_iter().find(|dtype| dtype.name().to_lowercase() == policy.dtype);
+    let float = |name: &str| dtypes.into_iter().find(|dtype| dtype.name().to_lowercase() == name);
+    let dtype = float(&policy.dtype);
+    let keep_or = policy.keep_or.as_ref().map(|or| float(or).ok_or(or)).transpose();
     let policies = [MtpPolicy::Keep, MtpPolicy::Drop, MtpPolicy::Only];
     let mtp = policies.into_iter().find(|mtp| mtp.name() == policy.mtp);
     Ok(Request {
@@ -206,6 +225,8 @@ fn request(manifest: &Manifest, path: &Path) -> Result<Request> {
         profile: manifest.profile.name.clone(),
         tp: manifest.topology.tp,
         dtype: dtype.ok_or_else(|| unknown("policy.dtype", &policy.dtype))?,
+        policy: None,
+        keep_or: keep_or.map_err(|or| unknown("policy.keep_or", or))?,
         mtp: mtp.ok_or_else(|| unknown("policy.mtp", &policy.mtp))?,
         part_size: policy.part_size,
         pp: manifest.topology.pp,

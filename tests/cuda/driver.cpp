@@ -476,6 +476,24 @@ int cuMemcpyDtoDAsync_v2(std::uint64_t to, std::uint64_t from, std::size_t bytes
     return copy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes, stream, true, true, "copy");
 }
 
+int cuMemcpyHtoD_v2(std::uint64_t to, const void *from, std::size_t bytes) {
+    ENTER_CONTEXT
+    if (!within(device_memory, reinterpret_cast<void *>(to), bytes, current)) {
+        misuse("a copy beyond what is allocated");
+    }
+    std::memcpy(reinterpret_cast<void *>(to), from, bytes);
+    return SUCCESS;
+}
+
+int cuMemcpyDtoH_v2(void *to, std::uint64_t from, std::size_t bytes) {
+    ENTER_CONTEXT
+    if (!within(device_memory, reinterpret_cast<const void *>(from), bytes, current)) {
+        misuse("a copy beyond what is allocated");
+    }
+    std::memcpy(to, reinterpret_cast<const void *>(from), bytes);
+    return SUCCESS;
+}
+
 int cuMemsetD8Async(std::uint64_t to, unsigned char value, std::size_t bytes, Stream *stream) {
     ENTER_CONTEXT
     if (const int code = check_stream(stream)) {

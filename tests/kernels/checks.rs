@@ -109,6 +109,33 @@ fn assert_same(got: &[u8], want: &[u8], dtype: FloatType, what: &str) {
     }
 }
 
+/// Where nothing is in the way, a group is stored by accesses of 16 bytes, and a float type is not loaded in small pieces.
+pub fn widths(library: &Library) {
+    let mut random = Random(11);
+    for ty in decodable() {
+        let count = 8192 / ty.block();
+        let source = Guarded::copy(&tame(ty, count, &mut random), Touching::Start);
+        for dtype in DTYPES {
+            let mut out = Guarded::new(8192 * dtype.bytes(), Touching::Start);
+            let launch = Launch {
+                source: source.bytes().as_ptr() as u64,
+                out: out.bytes_mut().as_mut_ptr() as u64,
+                row_bytes: count * ty.block_bytes(),
+                cols: 8192,
+                rows: 1,
+                dtype: launch::dtype(dtype),
+                ..Launch::default()
+            };
+            library.launch(launch::kernel(ty).unwrap(), launch.grid().unwrap(), &launch);
+            assert_eq!(library.accesses(16) as usize, 8192 * dtype.bytes() / 16, "{ty}, {dtype}");
+            if ty.block() == 1 {
+                let small: u32 = [1, 2, 4].iter().map(|bytes| library.accesses(*bytes)).sum();
+                assert_eq!(small, 0, "{ty}, {dtype}");
+            }
+        }
+    }
+}
+
 /// A rectangle of some blocks, and where it goes.
 #[derive(Debug)]
 struct Case {

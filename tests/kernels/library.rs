@@ -12,12 +12,11 @@ pub fn sources() -> PathBuf {
 }
 
 /// Compiles `host.cpp` of a folder. The caller judges the compiler's output.
-pub fn compile(folder: &Path, library: &Path, options: &[&str]) -> Output {
+pub fn compile(folder: &Path, library: &Path) -> Output {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     Command::new(&compiler)
-        .args(["-std=c++17", "-ffp-contract=off", "-shared", "-fPIC"])
-        .args(options)
-        .arg("-o")
+        .args(["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"])
+        .args(["-shared", "-fPIC", "-o"])
         .arg(library)
         .arg(folder.join("host.cpp"))
         .output()
@@ -27,6 +26,7 @@ pub fn compile(folder: &Path, library: &Path, options: &[&str]) -> Output {
 type Dq8 = unsafe extern "C" fn(*const c_char, *const u8, u32, *mut f32) -> c_int;
 type Block = unsafe extern "C" fn(*const c_char, *mut u32, *mut u32) -> c_int;
 type Run = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const Launch) -> c_int;
+type Accesses = unsafe extern "C" fn(u32) -> u32;
 type Layout = unsafe extern "C" fn(*mut u32);
 type Shape = unsafe extern "C" fn(*mut u32, *mut u32);
 type Fp8 = unsafe extern "C" fn(*const f32, u64, u64, *mut u8, *mut f32);
@@ -38,6 +38,7 @@ pub struct Library {
     dq8: Dq8,
     block: Block,
     run: Run,
+    accesses: Accesses,
     layout: Layout,
     shape: Shape,
     fp8: Fp8,
@@ -50,7 +51,7 @@ impl Library {
     pub fn build() -> Library {
         // Test binaries may run at once: each has a file of its own.
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernels-{}.so", std::process::id()));
-        let output = compile(&sources(), &path, &["-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]);
+        let output = compile(&sources(), &path);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let library = Library::load(&path);
         std::fs::remove_file(&path).unwrap();
@@ -75,6 +76,7 @@ impl Library {
                 dq8: std::mem::transmute::<*mut c_void, Dq8>(find(c"host_dq8")),
                 block: std::mem::transmute::<*mut c_void, Block>(find(c"host_block")),
                 run: std::mem::transmute::<*mut c_void, Run>(find(c"host_launch")),
+                accesses: std::mem::transmute::<*mut c_void, Accesses>(find(c"host_accesses")),
                 layout: std::mem::transmute::<*mut c_void, Layout>(find(c"host_layout")),
                 shape: std::mem::transmute::<*mut c_void, Shape>(find(c"host_shape")),
                 fp8: std::mem::transmute::<*mut c_void, Fp8>(find(c"host_fp8")),
@@ -108,6 +110,13 @@ impl Library {
         // SAFETY: the launch describes memory of the caller; what lies outside ends the process.
         let misaligned = unsafe { (self.run)(name.as_ptr(), grid.blocks.as_ptr(), grid.threads.as_ptr(), launch) };
         assert_eq!(misaligned, 0, "{kernel}: misaligned accesses, or no such kernel");
+    }
+
+    /// How often the last launch of this thread accessed so many bytes at once.
+    pub fn accesses(&self, bytes: u32) -> u32 {
+        assert!(bytes <= 16);
+        // SAFETY: a counter is read, which there is for up to 16 bytes.
+        unsafe { (self.accesses)(bytes) }
     }
 
     /// Offsets of the fields of `Launch`, and its size.

@@ -3,7 +3,9 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{FORMAT, FORMAT_VERSION, FileEntry, Manifest, Parameter};
+use crate::dtype::Dtype;
 use crate::error::Fault;
+use crate::gguf::GgmlType;
 use crate::output::filename;
 use crate::output::safetensors::DATA_ALIGNMENT;
 
@@ -75,6 +77,11 @@ impl<'a> Check<'a> {
         let mut parameters = HashMap::with_capacity(manifest.parameters.len());
         for (index, parameter) in manifest.parameters.iter().enumerate() {
             let key = (parameter.set.as_str(), parameter.name.as_str());
+            if parameter.blocks.as_deref().is_some_and(|ty| !holds_blocks(parameter.dtype, &parameter.shape, ty)) {
+                let found = format!("blocks of '{}'", parameter.blocks.as_deref().unwrap_or_default());
+                let fault = Fault::new(found).tensor(&parameter.name).key("parameters");
+                return refuse(fault.expected(format!("a ggml type of {} {:?}", parameter.dtype, parameter.shape)));
+            }
             if parameters.insert(key, (index as u32, parameter)).is_some() {
                 return refuse(Fault::new("this parameter is listed twice").tensor(&parameter.name).key("parameters"));
             }
@@ -144,7 +151,9 @@ impl<'a> Check<'a> {
             if parameter.dtype != tensor.dtype {
                 return refuse(fault(format!("dtype {}", tensor.dtype)).expected(format!("{}", parameter.dtype)));
             }
-            if parameter.shape.len() != tensor.shape.len() {
+            let holds = |ty: &str| holds_blocks(tensor.dtype, &tensor.shape, ty);
+            let in_blocks = parameter.blocks.as_deref().is_none_or(holds);
+            if parameter.shape.len() != tensor.shape.len() || !in_blocks {
                 let found = format!("shape {:?}", tensor.shape);
                 return refuse(fault(found).expected(format!("a part of {:?}", parameter.shape)));
             }
@@ -182,6 +191,13 @@ impl<'a> Check<'a> {
             Some(_) | None => Ok(()),
         }
     }
+}
+
+/// Whether a tensor's rows are whole blocks of the type of that name.
+fn holds_blocks(dtype: Dtype, shape: &[u64], ty: &str) -> bool {
+    let block = GgmlType::from_name(ty).map(GgmlType::block_bytes);
+    let row = shape.last().filter(|_| shape.len() > 1 && dtype == Dtype::U8);
+    block.zip(row).is_some_and(|(bytes, row)| row.is_multiple_of(bytes))
 }
 
 fn refuse<T>(fault: Fault) -> Checked<T> {

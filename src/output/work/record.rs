@@ -226,10 +226,13 @@ impl Record {
             format!("tp {}, pp {} {:?}{experts}", t.tp, t.pp, t.stage_layers)
         };
         let policy = |p: &Policy| {
-            let Policy { dtype, mtp, part_size, moe_pad, allow_nonfinite } = p;
+            let Policy { dtype, rules: given, keep_or, mtp, part_size, moe_pad, allow_nonfinite } = p;
+            let given = given.as_ref().map(|given| rules(&given.name, &given.version, &given.digest));
+            let given = given.map_or(String::new(), |given| format!(", policy {given}"));
+            let or = keep_or.as_ref().map_or(String::new(), |or| format!(", keep-or {or}"));
             let pad = moe_pad.map_or(String::new(), |pad| format!(", moe-pad {pad}"));
             let allow = if *allow_nonfinite { ", allow-nonfinite" } else { "" };
-            format!("dtype {dtype}, mtp {mtp}, part-size {part_size}{pad}{allow}")
+            format!("dtype {dtype}{given}{or}, mtp {mtp}, part-size {part_size}{pad}{allow}")
         };
         let differences = [
             ("tool", self.tool.clone(), other.tool.clone()),

@@ -1,11 +1,11 @@
 //! Proof that rectangles cover a whole exactly once.
 
-use super::fault;
 use super::holding::holdings;
+use super::{fault, in_elements, pieces};
 use crate::error::{Fault, Result};
 use crate::gguf::GgmlType;
 use crate::mapping::{Matrix, Set};
-use crate::plan::{Origin, Plan};
+use crate::plan::{Form, Origin, Plan};
 
 /// Rows `row`, `row + step`, … (`rows` of them) by columns `col..col + cols`.
 #[derive(Debug, Clone, Copy)]
@@ -99,21 +99,18 @@ fn exact(rects: &mut [Rect], whole: Matrix) -> std::result::Result<(), Flaw> {
 /// Every element of every slice is filled exactly once. Gives the number of slices.
 pub(super) fn destinations(plan: &Plan) -> Result<u64> {
     let mut rects: Vec<Rect> = Vec::new();
-    for param in &plan.params {
+    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
         for (rank, slice) in param.slices.iter().enumerate() {
             if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape
             {
                 continue;
             }
             rects.clear();
-            rects.extend(plan.pieces_of(slice).iter().map(|p| Rect {
-                row: p.row,
-                step: 1,
-                rows: p.rows,
-                col: p.col,
-                cols: p.cols,
-            }));
-            let whole = Matrix::of(slice.shape.axes());
+            let Some(held) = pieces(plan, param, slice) else {
+                return Err(fault(param, rank, "its pieces cut through blocks").audit());
+            };
+            rects.extend(held.iter().map(|p| Rect { row: p.row, step: 1, rows: p.rows, col: p.col, cols: p.cols }));
+            let whole = Matrix::of(&in_elements(param, slice.shape.axes()));
             exact(&mut rects, whole).map_err(|flaw| {
                 let expected = format!("all {} elements of its slice filled once", whole.rows * whole.cols);
                 fault(param, rank, flaw).expected(expected).audit()
@@ -195,7 +192,7 @@ fn placements(plan: &Plan, scales: &mut [bool]) -> Result<Vec<Placed>> {
             let slice = &param.slices[rank];
             let alike = param.slices[rank..].iter().take_while(|s| s.pieces == slice.pieces).count();
             let parts = holdings(plan, param, rank as u64).unwrap_or_default();
-            for piece in plan.pieces_of(slice) {
+            for piece in pieces(plan, param, slice).unwrap_or_default().iter() {
                 let Origin::Source(region) = piece.origin else { continue };
                 if region.source as usize >= plan.sources.len() || region.width == 0 {
                     return Err(fault(param, rank, format!("a piece of source {}", region.source)).audit());

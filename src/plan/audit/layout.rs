@@ -2,13 +2,12 @@
 
 use std::collections::HashMap;
 
-use super::fault;
 use super::holding::{Holding, holdings};
-use crate::dequant::FloatType;
+use super::{fault, in_elements};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
-use crate::mapping::{Content, CutKind, Matrix, PinnedDtype, Set, Weight};
-use crate::plan::{DRAFT_FOLDER, Param, ParamCut, Plan, PlannedFile};
+use crate::mapping::{Content, CutKind, Format, Matrix, PinnedDtype, Set, Weight};
+use crate::plan::{DRAFT_FOLDER, Form, Param, ParamCut, Plan, PlannedFile};
 
 /// Largest multiple that anything is padded to.
 const MOST_PADDING: u64 = 1 << 16;
@@ -33,6 +32,10 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
                 let found = format!("its pieces are {:?} of {}", slice.pieces, plan.pieces.len());
                 return Err(fault(param, rank, found).audit());
             }
+        }
+        // The scales of another parameter are proven with it.
+        if matches!(param.form, Form::Scales { .. }) {
+            continue;
         }
         content(plan, param)?;
         dtype(plan, param)?;
@@ -83,7 +86,7 @@ fn content(plan: &Plan, param: &Param) -> Result<()> {
             stack.into_iter().chain([rows]).chain(tail.iter().copied()).collect()
         }
     };
-    if whole != param.shape {
+    if whole != in_elements(param, &param.shape) {
         let found = format!("its whole shape is planned as {:?}", param.shape);
         return Err(fault(param, 0, found).expected(format!("{whole:?}, by its weights")).audit());
     }
@@ -123,10 +126,12 @@ fn recipe(plan: &Plan, weight: &Weight) -> Result<()> {
 
 /// The element type is the pinned one, or that of the policy; under `raw` numbers that are no weights keep theirs.
 fn dtype(plan: &Plan, param: &Param) -> Result<()> {
-    let policy = match plan.policy.dtype {
-        FloatType::F32 => Dtype::F32,
-        FloatType::F16 => Dtype::F16,
-        FloatType::BF16 => Dtype::BF16,
+    let policy = match super::forms::stored(plan, param) {
+        Format::F32 => Dtype::F32,
+        Format::F16 => Dtype::F16,
+        Format::Bf16 => Dtype::BF16,
+        Format::Fp8 => Dtype::F8E4M3,
+        Format::Keep => Dtype::U8,
     };
     let weights = || param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]);
     // A layout may pin what the checkpoint does not; it never unpins.
@@ -147,11 +152,11 @@ fn dtype(plan: &Plan, param: &Param) -> Result<()> {
 
 /// A slice's shape follows from what the rank holds of each weight; cuts fall between units.
 fn slice(plan: &Plan, param: &Param, rank: usize, held: &mut [(u64, u64)]) -> Result<()> {
-    let axes = param.slices[rank].shape.axes();
+    let axes = in_elements(param, param.slices[rank].shape.axes());
     let wrong = |expected: String| -> Error {
         fault(param, rank, format!("its slice has shape {axes:?} of {:?}", param.shape)).expected(expected).audit()
     };
-    let mut expected = param.shape.clone();
+    let mut expected = in_elements(param, &param.shape);
     let parts = holdings(plan, param, rank as u64).ok_or_else(|| wrong("weights that exist".into()))?;
     if let Some(first) = parts.first() {
         let stacked = usize::from(matches!(param.content, Content::Stacked { .. }));
@@ -226,7 +231,7 @@ fn whole(plan: &Plan, param: &Param, held: &[(u64, u64)]) -> Result<()> {
 /// Every weight is laid out or left out for a reason, and only a set of its own or a further pipeline stage holds it again.
 fn every_weight(plan: &Plan) -> Result<()> {
     let mut uses: Vec<Vec<(Set, u32)>> = vec![Vec::new(); plan.model.weights.len()];
-    for param in &plan.params {
+    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
         for weight in param.content.weights() {
             let place = (param.set, param.stage);
             if uses[*weight as usize].contains(&place) {

@@ -4,7 +4,7 @@ use super::fault;
 use crate::error::Result;
 use crate::mapping::layout::{LayoutRules, WEIGHT_BLOCK, for_class};
 use crate::mapping::{Content, Pattern, PinnedDtype, Set};
-use crate::plan::{Param, Plan};
+use crate::plan::{Form, Param, Plan};
 
 /// What a rule says: the parameter's name, and its content.
 struct Said {
@@ -29,16 +29,27 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
         return Err(crate::Fault::new(found).audit());
     };
     let said = if layout.verbatim { Vec::new() } else { sayings(layouts, layout) };
-    for param in &plan.params {
+    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
         let weights: Vec<&str> =
             param.content.weights().iter().map(|w| plan.model.weights[*w as usize].name.as_str()).collect();
+        // Kept blocks have a name of their own, made of the parameter's.
+        let name = match param.form {
+            Form::Plain | Form::Fp8 { .. } | Form::Scales { .. } => param.name.clone(),
+            Form::Kept(_) => match param.name.strip_suffix("qweight") {
+                Some(stem) if stem.ends_with(['.', '_']) && weights.iter().all(|w| w.ends_with("weight")) => {
+                    format!("{stem}weight")
+                }
+                Some(stem) => stem.trim_end_matches('.').to_owned(),
+                None => String::new(),
+            },
+        };
         let first = param.content.weights().first().and_then(|w| plan.model.weights[*w as usize].pinned);
         let own_name = param.pinned == first
             && param.set == Set::Main
             && matches!(param.content, Content::Joined(_))
-            && weights == [param.name.as_str()];
+            && weights == [name.as_str()];
         let ruled =
-            if layout.verbatim { own_name } else { said.iter().any(|said| gives(said, param, &weights, first)) };
+            if layout.verbatim { own_name } else { said.iter().any(|said| gives(said, param, &name, &weights, first)) };
         if !ruled {
             let shown: Vec<&str> = weights.iter().take(4).copied().collect();
             return Err(fault(param, 0, format!("it is made of {} weights: {}", weights.len(), shown.join(", ")))
@@ -105,11 +116,11 @@ fn draft_block(layouts: &[LayoutRules], layout: &LayoutRules) -> String {
 }
 
 /// Whether a rule gives this parameter exactly these weights.
-fn gives(said: &Said, param: &Param, weights: &[&str], first: Option<PinnedDtype>) -> bool {
+fn gives(said: &Said, param: &Param, name: &str, weights: &[&str], first: Option<PinnedDtype>) -> bool {
     if said.set != param.set || param.pinned != said.pinned.or(first) {
         return false;
     }
-    let Some(vars) = said.name.capture(&param.name) else { return false };
+    let Some(vars) = said.name.capture(name) else { return false };
     let (parts, stack) = match (&said.content, &param.content) {
         (Saying::Constant(bits), Content::Constant(value)) => return *bits == value.to_bits(),
         (Saying::Parts(parts, None), Content::Joined(_)) => (parts, None),

@@ -1,7 +1,7 @@
 //! Positions followed from a slice through the weight to the source, by the rules' own arithmetic.
 
-use super::fault;
 use super::holding::{Holding, holdings};
+use super::{fault, pieces};
 use crate::error::Result;
 use crate::mapping::{Content, ValueOp, Weight};
 use crate::plan::{Origin, Param, Plan};
@@ -27,7 +27,7 @@ pub(super) fn check(plan: &Plan) -> Result<u64> {
     for param in &plan.params {
         for (rank, slice) in param.slices.iter().enumerate() {
             let parts = holdings(plan, param, rank as u64).unwrap_or_default();
-            for piece in plan.pieces_of(slice) {
+            for piece in pieces(plan, param, slice).unwrap_or_default().iter() {
                 let mut top = 0;
                 while top < piece.rows {
                     let rows = even_from(plan, &parts, piece.row + top, piece.col).min(piece.rows - top);
@@ -117,20 +117,39 @@ fn same(a: Filling, b: Filling) -> bool {
     }
 }
 
-/// What the rules put at an element of a slice, and in words which element of which weight that is.
-fn ruled(plan: &Plan, param: &Param, parts: &[Holding<'_>], row: u64, col: u64) -> (Option<Filling>, String) {
+/// By which rule an element is filled, for messages: made for every element, and written for hardly any.
+enum Rule<'a> {
+    None,
+    Padding(&'a Weight),
+    Element(u64, u64, &'a Weight),
+}
+
+impl std::fmt::Display for Rule<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Rule::None => Ok(()),
+            Rule::Padding(weight) => write!(f, ", the padding after weight '{}'", weight.name),
+            Rule::Element(r, c, weight) => {
+                write!(f, ", by the rule for element ({r}, {c}) of weight '{}'", weight.name)
+            }
+        }
+    }
+}
+
+/// What the rules put at an element of a slice, and which element of which weight that is.
+fn ruled<'a>(plan: &Plan, param: &Param, parts: &[Holding<'a>], row: u64, col: u64) -> (Option<Filling>, Rule<'a>) {
     if let Content::Constant(value) = param.content {
-        return (((row, col) == (0, 0)).then_some(Filling::Constant(value.to_bits())), String::new());
+        return (((row, col) == (0, 0)).then_some(Filling::Constant(value.to_bits())), Rule::None);
     }
     let part = parts.partition_point(|h| h.start <= row).checked_sub(1).and_then(|i| parts.get(i));
-    let Some(part) = part else { return (None, String::new()) };
+    let Some(part) = part else { return (None, Rule::None) };
     let local = row - part.start;
     if local >= part.real.rows || col >= part.real.cols {
-        return (Some(Filling::Constant(0)), format!(", the padding after weight '{}'", part.weight.name));
+        return (Some(Filling::Constant(0)), Rule::Padding(part.weight));
     }
     let (r, c) = part.in_weight(local, col, plan.profile.rules.vocab.multiple);
-    let words = format!(", by the rule for element ({r}, {c}) of weight '{}'", part.weight.name);
-    (origin(part.weight, r, c).map(|(source, element, op)| Filling::Source(source, element, op)), words)
+    let filling = origin(part.weight, r, c).map(|(source, element, op)| Filling::Source(source, element, op));
+    (filling, Rule::Element(r, c, part.weight))
 }
 
 /// Which source element the recipe names for an element of the weight; none for padding rows.

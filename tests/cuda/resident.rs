@@ -1,0 +1,74 @@
+//! Parameters that stay on the device. The library loads its driver once, so a child process does the work: this very
+//! program, asked for the one test below that is ignored otherwise.
+
+use std::process::Command;
+
+use ggshard::convert::{self, Extras, Output, Request};
+use ggshard::engine::Options;
+use ggshard::error::Error;
+use ggshard::runtime::{OpenOptions, RankCheckpoint, RankOptions, Source, WeightOptions};
+
+use super::double::{Double, fixture};
+
+/// Runs the ignored test with a double.
+fn child(settings: &str) -> (bool, String) {
+    let done = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "resident::in_the_child", "--ignored", "--nocapture", "--test-threads=1"])
+        .env("LD_LIBRARY_PATH", Double::with("").folder())
+        .env("GGSHARD_DOUBLE", settings)
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    (done.status.success() && text.contains("1 passed"), text)
+}
+
+#[test]
+fn parameters_on_a_device_are_those_of_the_host() {
+    let (passed, text) = child("devices=2");
+    assert!(passed, "{text}");
+}
+
+#[test]
+fn a_device_that_fails_is_one_error_and_nothing_is_left() {
+    for settings in ["devices=2,launch=9", "devices=2,copy_in=3", "devices=2,device_bytes=6000000"] {
+        let (passed, text) = child(settings);
+        let named = text.contains("CUDA_ERROR_LAUNCH_FAILED") || text.contains("CUDA_ERROR_OUT_OF_MEMORY");
+        assert!(!passed && named && !text.contains("driver double"), "{settings}: {text}");
+    }
+}
+
+#[test]
+#[ignore = "run by the tests above, with a double"]
+fn in_the_child() {
+    let model = fixture("models/glm_moe_dsa-UD-IQ2_XXS.gguf");
+    let source = Source::open(&model).unwrap();
+    for (rank, memory, threads) in [(0, 1 << 30, 2), (1, 1, 1), (3, 100_000, 4)] {
+        let weights = WeightOptions { memory, threads, ..WeightOptions::default() };
+        let options = RankOptions { profile: "vllm-0.32".into(), tp: 4, rank, weights, ..RankOptions::default() };
+        let host: Vec<_> = source.rank(options.clone()).unwrap().map(Result::unwrap).collect();
+        let mut device = source.rank_on(options, 1).unwrap();
+        assert_eq!(device.weights().remaining(), host.len());
+        for want in host {
+            let got = device.next().unwrap().unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!((&got.name, got.set, got.dtype, &got.shape), (&want.name, want.set, want.dtype, &want.shape));
+            assert_eq!((got.memory.device(), got.memory.len()), (1, want.bytes.len()));
+            assert!(got.memory.read().unwrap() == want.bytes, "'{}' of rank {rank}", want.name);
+        }
+        assert!(device.next().is_none());
+    }
+    // One that is not consumed to its end.
+    let options = RankOptions { tp: 4, ..RankOptions::default() };
+    drop(source.rank_on(options.clone(), 0).unwrap().next().unwrap().unwrap());
+    assert!(matches!(source.rank_on(options, 2).err(), Some(Error::Device(_))));
+
+    let folder = tempfile::tempdir().unwrap();
+    let planned = convert::plan(&model, &Request { tp: 2, ..Request::default() }, false).unwrap();
+    convert::convert(&planned, Output::from(folder.path()), Options::default(), &Extras::default(), &|_| {}).unwrap();
+    let checkpoint = RankCheckpoint::open(folder.path(), 1, OpenOptions::default()).unwrap();
+    let loaded = checkpoint.load_to_device(1).unwrap();
+    assert_eq!(loaded.len(), checkpoint.len());
+    for (tensor, got) in checkpoint.iter().zip(&loaded) {
+        assert_eq!((tensor.name, tensor.dtype, tensor.shape), (got.name.as_str(), got.dtype, got.shape.as_slice()));
+        assert!(got.memory.read().unwrap() == tensor.bytes, "{}", tensor.name);
+    }
+}
