@@ -73,6 +73,10 @@ DEVICE void fp8_codes(const float *values, float scale, u32 *words) {
     }
 }
 
+constexpr u32 NVFP4_BLOCK = 16;
+// The code of the largest block scale.
+constexpr int LAST_SCALE = 0x7E;
+
 // A block of nvfp4: sixteen codes, the first lowest, and the code of the scale.
 struct Sixteen {
     u32 words[2];
@@ -89,7 +93,7 @@ DEVICE float nvfp4_scale_2(u32 largest) {
 // The code of a block's scale, from its largest magnitude: at least the smallest, and 1 for zeros.
 DEVICE u32 nvfp4_scale(const float *values, float scale_2) {
     u32 largest = 0;
-    for (u32 i = 0; i < 16; i++) {
+    for (u32 i = 0; i < NVFP4_BLOCK; i++) {
         largest = raise(largest, values[i]);
     }
     const float ratio = divide(number(largest), mul(6.0f, scale_2)), least = E4M3::value(1);
@@ -99,7 +103,7 @@ DEVICE u32 nvfp4_scale(const float *values, float scale_2) {
 DEVICE Sixteen nvfp4_with(const float *values, float scale_2, u32 scale) {
     Sixteen block = {{0, 0}, scale};
     const float step = mul(E4M3::value(scale), scale_2);
-    for (u32 i = 0; i < 16; i++) {
+    for (u32 i = 0; i < NVFP4_BLOCK; i++) {
         block.words[i >> 3] |= E2M1::code(divide(values[i], step)) << 4 * (i & 7);
     }
     return block;
@@ -108,13 +112,13 @@ DEVICE Sixteen nvfp4_with(const float *values, float scale_2, u32 scale) {
 // The sum of squared errors in units of `scale_2`. Halves are added, then halves of those.
 DEVICE float nvfp4_error(const float *values, float scale_2, const Sixteen &block) {
     const float scale = E4M3::value(block.scale);
-    float squares[16];
-    for (u32 i = 0; i < 16; i++) {
+    float squares[NVFP4_BLOCK];
+    for (u32 i = 0; i < NVFP4_BLOCK; i++) {
         const float decoded = mul(E2M1::value(block.words[i >> 3] >> 4 * (i & 7) & 15), scale);
         const float error = add(divide(values[i], scale_2), -decoded);
         squares[i] = mul(error, error);
     }
-    for (u32 width = 8; width > 0; width /= 2) {
+    for (u32 width = NVFP4_BLOCK / 2; width > 0; width /= 2) {
         for (u32 i = 0; i < width; i++) {
             squares[i] = add(squares[i], squares[i + width]);
         }
@@ -135,10 +139,10 @@ DEVICE Sixteen nvfp4_searched(const float *values, float scale_2) {
 #pragma unroll 1
     for (int nudge = -2; nudge <= 6; nudge++) {
         const int scale = first + nudge;
-        const Sixteen other = nvfp4_with(values, scale_2, scale < 1 ? 1 : scale > 0x7E ? 0x7E : scale);
+        const Sixteen other = nvfp4_with(values, scale_2, scale < 1 ? 1 : scale > LAST_SCALE ? LAST_SCALE : scale);
         const float error = nvfp4_error(values, scale_2, other);
         // Better by more than the arithmetic can be wrong.
-        if (error < mul(least, 1.0f - 1.0f / 65536)) {
+        if (error < mul(least, 65535.0f / 65536)) {
             best = other;
             least = error;
         }
