@@ -97,13 +97,14 @@ impl Measure {
 
 /// The sum of all lanes: halves are added, then halves of those.
 #[inline(always)]
-fn fold(lanes: [f64; LANES]) -> f64 {
+pub(super) fn fold<T: Copy + AddAssign>(lanes: [T; LANES]) -> T {
     let mut lanes = lanes;
     let mut width = LANES;
     while width > 1 {
         width /= 2;
         for lane in 0..width {
-            lanes[lane] += lanes[lane + width];
+            let other = lanes[lane + width];
+            lanes[lane] += other;
         }
     }
     lanes[0]

@@ -12,7 +12,7 @@
 //! Both conversions round to nearest even; what a block scale that was rounded down makes larger than 6 becomes 6. A block
 //! scale is at least 2^-9, the smallest, and 1 for a block of zeros. ModelOpt gives -0 the code of 0; here it keeps its sign.
 
-use super::deviation::{Deviation, LANES, Measure};
+use super::deviation::{Deviation, LANES, Measure, fold};
 use super::kernels;
 use super::minifloat::{E2M1, E4M3};
 use crate::dequant::Simd;
@@ -253,7 +253,6 @@ fn pack(codes: &[u8; BLOCK], packed: &mut [u8; BLOCK / 2]) {
 
 /// The sum of a block's squared errors with a scale, in units of `weight_scale_2`, of which `ratios` are the values. No value
 /// of a weight has more than 2688 of them: a square neither overflows nor loses its last bits. `code * scale` is exact.
-/// Halves are added, then halves of those.
 #[inline(always)]
 fn squared_error(block: &[f32; BLOCK], ratios: &[f32; BLOCK], weight_scale_2: f32, scale: u8) -> f32 {
     let scale = E4M3.value(scale);
@@ -263,14 +262,7 @@ fn squared_error(block: &[f32; BLOCK], ratios: &[f32; BLOCK], weight_scale_2: f3
         let error = ratios[lane] - E2M1.value(E2M1.code(block[lane] / step)) * scale;
         squares[lane] = error * error;
     }
-    let mut width = BLOCK;
-    while width > 1 {
-        width /= 2;
-        for lane in 0..width {
-            squares[lane] += squares[lane + width];
-        }
-    }
-    squares[0]
+    fold(squares)
 }
 
 /// [`deviation`], to be compiled for an instruction set.
