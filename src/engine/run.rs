@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use super::encode::{Area, Encoding, encodings};
 use super::job::{Job, Wanted, jobs};
 use super::stage::{CPU_TILE, Stage};
-use super::tile::{Context, Scratch, Tile, tiles, unit};
+use super::tile::{Context, Scratch, Tile, tiles, unit, unit_of};
 use super::{Device, Observer, Reads, Resident, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::dtype::Dtype;
@@ -347,8 +347,7 @@ impl Queue<'_> {
         let target = self.engine.options.tile_bytes / width;
         let joining = self.joining.get(&index).map_or(&[][..], Vec::as_slice);
         let work = |job: Job| {
-            let source = job.read.source();
-            let (block, block_bytes) = source.map_or((1, 0), |source| unit(plan.sources[source as usize].ty, dtype));
+            let (block, block_bytes) = unit_of(plan, &job);
             let job = Arc::new(job);
             let tiles = match self.stage {
                 Some(stage) => stage.tiles(plan, &job, block),

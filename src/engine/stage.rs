@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::job::{Job, Output, Read};
-use super::tile::{Context, Scratch, Tile, float_type, job_start, split, tiles};
+use super::tile::{Context, Scratch, Tile, float_type, job_start, split, tiles, unit_of};
 use super::{Device, Options, Reads, Resident};
 use crate::cuda::{self, Lane, Piece, Values};
 use crate::dequant::FloatType;
@@ -162,12 +162,8 @@ impl Stage {
     /// Splits a job into tiles that fit a lane, or into smaller ones if the CPU is to decode it.
     pub fn tiles(&self, plan: &Plan, job: &Job, block: u64) -> Vec<Tile> {
         let dtype = plan.params[job.param as usize].dtype;
-        let on_device = match job.read {
-            Read::Fill { .. } => false,
-            Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
-                self.decodes(plan.sources[source as usize].ty) && float_type(dtype).is_some()
-            }
-        };
+        let decodes = |source: u32| self.decodes(plan.sources[source as usize].ty);
+        let on_device = job.read.source().is_some_and(decodes) && float_type(dtype).is_some();
         let mut target = if on_device { self.tile } else { CPU_TILE } / dtype.bytes();
         loop {
             let tiles = tiles(job, block, target, 0);
@@ -252,12 +248,7 @@ fn share(budget: u64, threads: usize, devices: usize) -> (usize, u64) {
 
 fn on_cpu(context: &Context<'_>, job: &Job, tile: &Tile, scratch: &mut Scratch) -> Result<u64> {
     let dtype = context.plan.params[job.param as usize].dtype;
-    let block = match job.read {
-        Read::Fill { .. } => 1,
-        Read::Run { source, .. } | Read::Rows { source, .. } | Read::Transposed { source, .. } => {
-            context.plan.sources[source as usize].ty.block()
-        }
-    };
+    let (block, _) = unit_of(context.plan, job);
     let mut written = 0;
     for tile in split(job, tile, block, CPU_TILE / dtype.bytes(), dtype.bytes()) {
         written += context.execute(job, &tile, scratch)?;

@@ -439,6 +439,12 @@ pub(super) fn unit(ty: GgmlType, dtype: Dtype) -> (u64, u64) {
     if dtype == Dtype::U8 { (1, 1) } else { (ty.block(), ty.block_bytes()) }
 }
 
+/// As [`unit`], of the source that a job reads; constants are one element without any bytes.
+pub(super) fn unit_of(plan: &Plan, job: &Job) -> (u64, u64) {
+    let dtype = plan.params[job.param as usize].dtype;
+    job.read.source().map_or((1, 0), |source| unit(plan.sources[source as usize].ty, dtype))
+}
+
 /// The float type behind an output dtype; none for elements that are handed on as they are.
 pub(super) fn float_type(dtype: Dtype) -> Option<FloatType> {
     use Dtype::*;
