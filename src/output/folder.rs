@@ -306,11 +306,15 @@ impl OutputFolder {
 
     /// Creates the manifest under its partial name.
     pub(super) fn begin_manifest(&self) -> Result<File> {
+        self.create(&self.path.join(format!("{}{PARTIAL}", filename::MANIFEST)))
+    }
+
+    /// Creates a file, in the place of what a run before has left.
+    fn create(&self, path: &Path) -> Result<File> {
         // Never through a link that somebody left under that name.
-        let path = self.path.join(format!("{}{PARTIAL}", filename::MANIFEST));
-        remove(&path)?;
-        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
-        self.note(path);
+        remove(path)?;
+        let file = File::create_new(path).map_err(|e| Error::io("create", path, e))?;
+        self.note(path.to_path_buf());
         Ok(file)
     }
 
@@ -359,10 +363,7 @@ impl OutputFolder {
     fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let partial = self.path.join(format!("{name}{PARTIAL}"));
         self.create_above(&partial)?;
-        // Never through a link that somebody left under that name.
-        remove(&partial)?;
-        let mut file = File::create_new(&partial).map_err(|e| Error::io("create", &partial, e))?;
-        self.note(partial.clone());
+        let mut file = self.create(&partial)?;
         file.write_all(bytes).map_err(|e| Error::io("write", &partial, e))?;
         file.sync_all().map_err(|e| Error::io("write to disk", &partial, e))?;
         self.rename(&partial, &self.path.join(name))
