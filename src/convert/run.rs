@@ -166,14 +166,16 @@ pub fn convert<'o>(
         sealed: manifest.is_some(),
         manifest_blake3: manifest.map(|digest| digest.to_string()),
     };
-    if let Some(most) = options.max_error {
-        check_error(path, &Finished::of(&folder, &record, &ranks)?.worst, most)?;
-    }
+    let accept = |finished: &Finished| match options.max_error {
+        Some(most) => check_error(path, &finished.worst, most),
+        None => Ok(()),
+    };
     if seal.unwrap_or(ranks.len() == plan.tp as usize) {
-        let (finished, digest) = crate::output::seal::seal(*folder, &record, &ranks)?;
+        let (finished, digest) = crate::output::seal::seal(*folder, &record, &ranks, accept)?;
         return Ok(report(finished, Some(digest)));
     }
     let finished = Finished::of(&folder, &record, &ranks)?;
+    accept(&finished)?;
     folder.set_keep(true);
     Ok(report(finished, None))
 }
@@ -341,7 +343,7 @@ pub fn seal(path: &Path, ranks: &[u32]) -> Result<Sealed> {
     let ranks: Vec<u32> = if ranks.is_empty() { (0..tp).collect() } else { ranks.to_vec() };
     check_ranks(&ranks, tp)?;
     let folder = OutputFolder::claim_begun(path, &ranks, &record)?;
-    let (finished, digest) = crate::output::seal::seal(folder, &record, &ranks)?;
+    let (finished, digest) = crate::output::seal::seal(folder, &record, &ranks, |_| Ok(()))?;
     Ok(Sealed {
         output: path.to_path_buf(),
         ranks,

@@ -77,16 +77,22 @@ fn receipt(folder: &OutputFolder, record: &Record, index: usize) -> Result<Optio
 }
 
 /// Makes `folder` a checkpoint of `ranks`, whose files must all be finished. Their lengths are compared with what was
-/// written; their bytes are those that a process of this conversion has hashed and synced. Gives what is in the folder,
-/// and the BLAKE3 of its manifest.
+/// written; their bytes are those that a process of this conversion has hashed and synced. `accept` sees
+/// what is in them first, and may refuse it. Gives that, and the BLAKE3 of the manifest.
 ///
 /// # Errors
 ///
 /// [`Error::Output`] that says which files are missing, and when files of other ranks are there, which nobody would
 /// vouch for.
-pub fn seal(folder: OutputFolder, record: &Record, ranks: &[u32]) -> Result<(Finished, Digest)> {
+pub fn seal(
+    folder: OutputFolder,
+    record: &Record,
+    ranks: &[u32],
+    accept: impl FnOnce(&Finished) -> Result<()>,
+) -> Result<(Finished, Digest)> {
     refuse_others(&folder, record, ranks)?;
     let mut finished = Finished::of(&folder, record, ranks)?;
+    accept(&finished)?;
     let mut others = folder.work().others(record)?;
     if let Some((name, index)) = record.index.clone().zip(finished.index.take()) {
         others.push((name, index.into_bytes()?));
