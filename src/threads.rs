@@ -1,7 +1,7 @@
 //! Work on several threads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
 
@@ -61,4 +61,9 @@ pub(crate) fn into_inner<T>(mutex: Mutex<T>) -> T {
 /// The value behind a lock, also after a thread has panicked with it: what it holds is checked where it is used.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until somebody says that what the lock guards has changed.
+pub(crate) fn wait<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }

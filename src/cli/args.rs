@@ -140,8 +140,8 @@ pub struct PlanChoices {
     /// The names: a built-in mapping or a TOML file. Default: the one that fits the file.
     #[arg(long, value_name = "MAPPING")]
     pub mapping: Option<String>,
-    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, keep is --policy keep, both with
-    /// bf16 for the rest.
+    /// Output type of weights that are not pinned to another. fp8 is --policy deepseek-fp8, nvfp4 is --policy modelopt-nvfp4,
+    /// keep is --policy keep, each with bf16 for the rest.
     #[arg(long, value_name = "DTYPE", default_value = "bf16")]
     pub dtype: DtypeArg,
     /// Which weights are written in which form: a built-in policy or a TOML file. What it has no rule for follows --dtype.
@@ -150,6 +150,13 @@ pub struct PlanChoices {
     /// Where a cut goes through blocks that the policy keeps, decode the weight to this type. Default: refuse.
     #[arg(long, value_name = "DTYPE")]
     pub keep_or: Option<FloatArg>,
+    /// Choose the scale of each block of nvfp4 by the error that it leaves, instead of from its largest value. Slower.
+    #[arg(long)]
+    pub nvfp4_search: bool,
+    /// Scales of activations for nvfp4 in weights and activations: a checkpoint that ModelOpt calibrated (file or folder), or
+    /// `source` for a GGUF that has them. Default: weights alone are in nvfp4.
+    #[arg(long, value_name = "FILE|DIR|source")]
+    pub input_scales: Option<String>,
     /// What to do with multi-token-prediction blocks.
     #[arg(long, value_name = "WHAT", default_value = "keep")]
     pub mtp: MtpArg,
@@ -343,6 +350,8 @@ pub enum DtypeArg {
     F32,
     /// E4M3 in blocks for linear projections, as DeepSeek publishes.
     Fp8,
+    /// E2M1 in blocks for MLPs and experts, as NVIDIA publishes.
+    Nvfp4,
     /// The source's own quantized blocks.
     Keep,
 }
@@ -373,6 +382,7 @@ impl DtypeArg {
             DtypeArg::F16 => "f16",
             DtypeArg::F32 => "f32",
             DtypeArg::Fp8 => "fp8",
+            DtypeArg::Nvfp4 => "nvfp4",
             DtypeArg::Keep => "keep",
         }
     }

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::CommandFactory;
 use ggshard::check;
-use ggshard::convert::{self, Planned, Request};
+use ggshard::convert::{self, InputScalesFrom, Planned, Request};
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet, OpenOptions};
 use ggshard::output::{Deviating, Deviation};
@@ -96,6 +96,8 @@ fn request(choices: &PlanChoices) -> Result<Request> {
         profile: choices.profile.clone(),
         tp: choices.tp,
         keep_or: choices.keep_or.map(Into::into),
+        nvfp4_search: choices.nvfp4_search,
+        input_scales: choices.input_scales.as_deref().map(InputScalesFrom::load).transpose()?,
         mtp: choices.mtp.into(),
         part_size: choices.part_size,
         pp: choices.pp.unwrap_or(choices.pp_layers.len().max(1) as u32),

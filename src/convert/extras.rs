@@ -65,6 +65,12 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
         }
         extras.files.push(("config.json".into(), bytes));
     }
+    if let Some(bytes) = quantization::file(plan)? {
+        if plan.files.iter().any(|f| f.set == Set::Draft) {
+            extras.files.push((format!("{DRAFT_FOLDER}/{}", quantization::FILE), bytes.clone()));
+        }
+        extras.files.push((quantization::FILE.into(), bytes));
+    }
     Ok(extras)
 }
 

@@ -1,6 +1,7 @@
 //! The main job: a GGUF becomes per-rank safetensors and a manifest.
 
 mod extras;
+mod inputs;
 mod quantization;
 mod record;
 mod run;
@@ -8,6 +9,7 @@ mod run;
 use std::path::Path;
 
 pub use extras::{Extras, extras};
+pub use inputs::InputScalesFrom;
 pub(crate) use record::{ignored, index, metadata, parameters, source_of};
 pub use run::{Direct, Output, Report, Sealed, convert, seal};
 
@@ -16,14 +18,14 @@ use crate::error::{Fault, Result};
 use crate::gguf::{GgufSet, OpenOptions};
 use crate::mapping::{self, Mapping, MtpPolicy, OutputPolicy, Profile};
 use crate::output::filename;
-use crate::plan::{Plan, PlanRequest, Policy};
+use crate::plan::{Nvfp4, Plan, PlanRequest, Policy};
 
 /// Part size unless another is asked for: 5 GiB, as published checkpoints have it.
 pub const PART_SIZE: u64 = 5 << 30;
 /// The name of the manifest in an output folder.
 pub const MANIFEST: &str = filename::MANIFEST;
 /// Names of output types that stand for a built-in policy.
-const POLICIES: [(&str, &str); 2] = [("fp8", "deepseek-fp8"), ("keep", "keep")];
+const POLICIES: [(&str, &str); 3] = [("fp8", "deepseek-fp8"), ("nvfp4", "modelopt-nvfp4"), ("keep", "keep")];
 /// What the manifest's `tool` begins with; the version follows.
 pub(crate) const TOOL: &str = "ggshard ";
 
@@ -42,6 +44,10 @@ pub struct Request {
     pub policy: Option<String>,
     /// The type of weights whose blocks the policy keeps, but a cut goes through; `None` to refuse that.
     pub keep_or: Option<FloatType>,
+    /// Whether nvfp4's scales of blocks are searched by their error instead of taken from the largest value.
+    pub nvfp4_search: bool,
+    /// Where the scales of activations come from, which are then in nvfp4 as well.
+    pub input_scales: Option<InputScalesFrom>,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
     /// Size in bytes at which a part is closed.
@@ -65,6 +71,8 @@ impl Default for Request {
             dtype: FloatType::BF16,
             policy: None,
             keep_or: None,
+            nvfp4_search: false,
+            input_scales: None,
             mtp: MtpPolicy::Keep,
             part_size: PART_SIZE,
             pp: 1,
@@ -77,7 +85,7 @@ impl Default for Request {
 
 impl Request {
     /// The request with the output types of these names: a float type and an output policy, or a name that stands for bf16
-    /// and a policy: `fp8` for `deepseek-fp8`, `keep` for `keep`.
+    /// and a policy: `fp8` for `deepseek-fp8`, `nvfp4` for `modelopt-nvfp4`, `keep` for `keep`.
     pub fn typed(self, dtype: &str, policy: Option<String>) -> Result<Self> {
         let floats = [FloatType::BF16, FloatType::F16, FloatType::F32];
         if let Some(dtype) = floats.into_iter().find(|float| float.name().to_lowercase() == dtype) {
@@ -85,7 +93,7 @@ impl Request {
         }
         let wrong = |found: String, remedy: &str| Err(Fault::new(found).remedy(remedy).rules());
         let Some((_, implied)) = POLICIES.iter().find(|(name, _)| *name == dtype) else {
-            return wrong(format!("'{dtype}' is no output type"), "Choose bf16, f16, f32, fp8 or keep");
+            return wrong(format!("'{dtype}' is no output type"), "Choose bf16, f16, f32, fp8, nvfp4 or keep");
         };
         match policy {
             None => Ok(Request { dtype: FloatType::BF16, policy: Some((*implied).to_owned()), ..self }),
@@ -149,6 +157,11 @@ pub(crate) fn audited(
     request: &Request,
 ) -> Result<Plan> {
     let model = mapping::resolve(mapping, set, request.mtp)?;
+    let input_scales = match &request.input_scales {
+        None => None,
+        Some(InputScalesFrom::Given(scales)) => Some(scales.clone()),
+        Some(InputScalesFrom::Source) => Some(inputs::of_source(set, &model)?),
+    };
     let Request { dtype, mtp, part_size, moe_pad, .. } = *request;
     let plan_request = PlanRequest {
         profile,
@@ -159,6 +172,7 @@ pub(crate) fn audited(
         policy: Policy { dtype, mtp, part_size, moe_pad },
         forms,
         keep_or: request.keep_or,
+        nvfp4: Nvfp4 { search: request.nvfp4_search, input_scales },
     };
     Plan::audited(set, model, plan_request)
 }

@@ -1,25 +1,27 @@
-//! What config.json says of weights in a form of their own.
+//! What goes beside weights in a form of their own, so that stacks know it: a field of config.json, and a file.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value as Json, json};
 
 use crate::error::{Fault, Result};
 use crate::mapping::{Format, OutputPolicy};
-use crate::plan::{BLOCK, Form, Plan};
+use crate::plan::{Code, EXPERTS, Plan};
 
 /// The field in which stacks look for it.
 const FIELD: &str = "quantization_config";
+/// The file in which they look for what ModelOpt writes.
+pub(super) const FILE: &str = "hf_quant_config.json";
 /// The policy whose forms a stack expects of a checkpoint in fp8, unless it is told otherwise.
 const EXPECTED: &str = "deepseek-fp8";
-/// A block's experts are one module for stacks.
-const EXPERTS: &str = ".experts.";
+/// What every block's modules are below.
+const LAYERS: [&str; 2] = ["model", "layers"];
 
 /// Makes a config.json say what is written: the text stays as it is where nothing has to be changed.
 pub(super) fn stated(plan: &Plan, bytes: Vec<u8>, notes: &mut Vec<String>) -> Result<Vec<u8>> {
     let wrong = |e: serde_json::Error| Fault::new(format!("config.json cannot be read or written: {e}")).audit();
     let mut fields: Map<String, Json> = serde_json::from_slice(&bytes).map_err(wrong)?;
-    let own = quantization(plan)?;
+    let own = field(plan)?;
     if fields.get(FIELD) == own.as_ref() {
         return Ok(bytes);
     }
@@ -36,49 +38,172 @@ pub(super) fn stated(plan: &Plan, bytes: Vec<u8>, notes: &mut Vec<String>) -> Re
             notes.push(format!("{FIELD} of the given config.json was left out: the weights are written as floats"));
         }
     }
-    let mut bytes = serde_json::to_vec_pretty(&fields).map_err(wrong)?;
+    Ok(text(&fields).map_err(wrong)?)
+}
+
+/// The file beside the weights, for forms that ModelOpt writes.
+pub(super) fn file(plan: &Plan) -> Result<Option<Vec<u8>>> {
+    let modules = Modules::of(plan);
+    if !modules.has(Code::Nvfp4) {
+        return Ok(None);
+    }
+    let mut quantization = json!({ "quant_algo": modules.algorithm(), "kv_cache_quant_algo": null });
+    match modules.has(Code::Fp8) {
+        true => quantization["quantized_layers"] = modules.algorithms(),
+        false => {
+            quantization["group_size"] = Code::Nvfp4.block().cols.into();
+            quantization["exclude_modules"] = modules.others().into_iter().collect();
+        }
+    }
+    let file = json!({ "producer": producer(), "quantization": quantization });
+    text(&file).map(Some).map_err(|e| Fault::new(format!("{FILE} cannot be written: {e}")).audit())
+}
+
+fn text(value: &impl serde::Serialize) -> serde_json::Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec_pretty(value)?;
     bytes.push(b'\n');
     Ok(bytes)
 }
 
+fn producer() -> Json {
+    json!({ "name": "ggshard", "version": env!("CARGO_PKG_VERSION") })
+}
+
 /// The field for a plan; `None` where all weights are floats.
-fn quantization(plan: &Plan) -> Result<Option<Json>> {
+fn field(plan: &Plan) -> Result<Option<Json>> {
     if plan.params.iter().any(|param| param.form.blocks().is_some()) {
         // No stack knows this method, so none takes the folder for a checkpoint whose weights are missing.
         return Ok(Some(json!({ "quant_method": "ggml_blocks" })));
     }
-    let expected = OutputPolicy::builtin(EXPECTED)?;
-    let (mut quantized, mut plain) = (BTreeSet::new(), BTreeSet::new());
-    for param in &plan.params {
-        for weight in param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]) {
-            match param.form {
-                Form::Fp8 { .. } => quantized.insert(weight.name.as_str()),
-                Form::Plain if expected.format(weight, plan.types(weight)) == Some(Format::Fp8) => {
-                    plain.insert(weight.name.as_str())
-                }
-                Form::Plain | Form::Kept(_) | Form::Scales { .. } => false,
-            };
+    let modules = Modules::of(plan);
+    Ok(match (modules.has(Code::Fp8), modules.has(Code::Nvfp4)) {
+        (false, false) => None,
+        (true, false) => Some(modules.fp8()?),
+        (_, true) => Some(modules.modelopt()),
+    })
+}
+
+/// Modules whose weights have codes, and which.
+struct Modules<'a> {
+    plan: &'a Plan,
+    coded: BTreeMap<&'a str, Code>,
+}
+
+impl<'a> Modules<'a> {
+    fn of(plan: &'a Plan) -> Self {
+        let mut coded = BTreeMap::new();
+        for param in &plan.params {
+            let Some(code) = param.form.code() else { continue };
+            let names = param.content.weights().iter().map(|w| module(&plan.model.weights[*w as usize].name));
+            coded.extend(names.map(|name| (name, code)));
+        }
+        Modules { plan, coded }
+    }
+
+    fn has(&self, code: Code) -> bool {
+        self.coded.values().any(|other| *other == code)
+    }
+
+    /// As DeepSeek writes it.
+    fn fp8(&self) -> Result<Json> {
+        let (expected, model) = (OutputPolicy::builtin(EXPECTED)?, &self.plan.model);
+        let block = Code::Fp8.block();
+        let mut field = json!({
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [block.rows, block.cols],
+        });
+        let left = model.weights.iter().filter(|weight| {
+            let form = expected.format(&model.class, weight, self.plan.types(weight));
+            form == Some(Format::Fp8) && !self.coded.contains_key(module(&weight.name))
+        });
+        // A block's experts are named together where none of them is quantized.
+        let mixed: BTreeSet<&str> = self.coded.keys().filter_map(|name| experts(name)).collect();
+        let named = |name: &'a str| experts(name).filter(|experts| !mixed.contains(experts)).unwrap_or(name);
+        let left: BTreeSet<&str> = left.map(|weight| named(module(&weight.name))).collect();
+        if !left.is_empty() {
+            field["modules_to_not_convert"] = left.into_iter().collect();
+        }
+        Ok(field)
+    }
+
+    /// As ModelOpt writes it.
+    fn modelopt(&self) -> Json {
+        let mut field = json!({ "quant_method": "modelopt", "quant_algo": self.algorithm(), "producer": producer() });
+        if self.has(Code::Fp8) {
+            field["quantized_layers"] = self.algorithms();
+            return field;
+        }
+        let group = Code::Nvfp4.block().cols;
+        let numbers = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": group });
+        let inputs = self.plan.nvfp4.input_scales.as_ref().map(|_| numbers.clone());
+        field["group_size"] = group.into();
+        field["config_groups"] =
+            json!({ "group_0": { "input_activations": inputs, "weights": numbers, "targets": ["Linear"] } });
+        field["ignore"] = self.others().into_iter().collect();
+        field
+    }
+
+    /// ModelOpt's name for all of it.
+    fn algorithm(&self) -> &'static str {
+        if self.has(Code::Fp8) { "MIXED_PRECISION" } else { self.of_code(Code::Nvfp4) }
+    }
+
+    /// ModelOpt's name of a code.
+    fn of_code(&self, code: Code) -> &'static str {
+        match code {
+            Code::Fp8 => "FP8_PB_WO",
+            Code::Nvfp4 if self.plan.nvfp4.input_scales.is_some() => "NVFP4",
+            // Four bits for weights, sixteen for activations.
+            Code::Nvfp4 => "W4A16_NVFP4",
         }
     }
-    if quantized.is_empty() {
-        return Ok(None);
+
+    /// By module, what its weights have; a block's experts are one.
+    fn algorithms(&self) -> Json {
+        let of = |(name, code): (&&str, &Code)| {
+            let name = experts(name).unwrap_or(name).to_owned();
+            (name, json!({ "quant_algo": self.of_code(*code), "group_size": code.block().cols }))
+        };
+        self.coded.iter().map(of).collect::<Map<String, Json>>().into()
     }
-    let mut field = json!({
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    });
-    // A block's experts are named together where none of them is quantized.
-    let experts = |name: &str| name.find(EXPERTS).map(|at| name[..at + EXPERTS.len() - 1].to_owned());
-    let mixed: BTreeSet<String> = quantized.iter().filter_map(|name| experts(name)).collect();
-    let module = |name: &&str| {
-        let together = experts(name).filter(|module| !mixed.contains(module));
-        together.unwrap_or_else(|| name.strip_suffix(".weight").unwrap_or(name).to_owned())
-    };
-    let plain: BTreeSet<String> = plain.iter().map(module).collect();
-    if !plain.is_empty() {
-        field["modules_to_not_convert"] = plain.into_iter().collect();
+
+    /// The other modules with matrices. Where all modules below another are, that one with a `*`.
+    fn others(&self) -> BTreeSet<String> {
+        let mut above: BTreeSet<&str> = BTreeSet::new();
+        self.coded.keys().for_each(|name| above.extend(prefixes(name)));
+        let matrices = self.plan.model.weights.iter().filter(|weight| weight.shape.len() == 2);
+        let names = matrices.map(|weight| module(&weight.name)).filter(|name| !self.coded.contains_key(name));
+        names
+            .map(|name| {
+                let whole = prefixes(name).find(|prefix| !above.contains(prefix)).unwrap_or(name);
+                let numbered = whole.ends_with(|c: char| c.is_ascii_digit());
+                match whole == name {
+                    true => name.to_owned(),
+                    // Block 1 is not block 10.
+                    false => format!("{whole}{}", if numbered { ".*" } else { "*" }),
+                }
+            })
+            .collect()
     }
-    Ok(Some(field))
+}
+
+/// The module of a weight.
+fn module(weight: &str) -> &str {
+    weight.strip_suffix(".weight").unwrap_or(weight)
+}
+
+/// The module of which an expert's module is one of many.
+fn experts(module: &str) -> Option<&str> {
+    module.find(EXPERTS).map(|at| &module[..at + EXPERTS.len() - 1])
+}
+
+/// A module's name and those of the modules that it is in, from the outermost on; not the model and its list of blocks.
+fn prefixes(module: &str) -> impl Iterator<Item = &str> {
+    let ends = module.match_indices('.').map(|(at, _)| at).chain([module.len()]);
+    ends.map(|end| &module[..end]).filter(|prefix| {
+        let mut parts = prefix.split('.');
+        !LAYERS.iter().zip(&mut parts).all(|(layer, part)| *layer == part) || parts.next().is_some()
+    })
 }

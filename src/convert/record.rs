@@ -35,6 +35,8 @@ pub(super) fn record(planned: &Planned, extras: &Extras, allow_nonfinite: bool) 
         policy: manifest::Policy {
             dtype: policy.dtype.name().to_lowercase(),
             keep_or: plan.keep_or.map(|float| float.name().to_lowercase()),
+            nvfp4_search: plan.nvfp4.search,
+            input_scales: plan.nvfp4.input_scales.as_ref().map(|scales| scales.by_name.clone()).unwrap_or_default(),
             rules: plan.forms.as_ref().map(|forms| rules_of(forms.id())).transpose()?,
             mtp: policy.mtp.name().into(),
             part_size: policy.part_size,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::encode::{Area, Encoding, encodings};
+use super::encode::{Area, Chunk, Encoding, Measured, chunks, encodings};
 use super::job::{Job, Wanted, jobs};
 use super::stage::{CPU_TILE, Stage};
 use super::tile::{Context, Scratch, Tile, tiles, unit, unit_of};
@@ -14,7 +14,7 @@ use crate::dequant::{Dequantizer, Nonfinite, Simd};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{Advice, GgufSet, SourceTensor};
-use crate::plan::{Form, Origin, Param, Plan, PlannedSource};
+use crate::plan::{Code, Form, Origin, Param, Plan, PlannedSource, Scale};
 use crate::threads::{count, into_inner, lock, on_threads};
 
 /// How to execute a plan. None of it changes a byte of the output.
@@ -164,16 +164,21 @@ impl<'a> Engine<'a> {
         };
         let stage = Stage::open(&self.options, self.output_bytes(&wanted))?;
         let stage = stage.as_ref();
+        let measured = Measured::default();
         let shared = Shared {
             queue: Mutex::new(Queue {
                 engine: self,
                 stage,
                 wanted: &wanted,
                 joining: joining(plan),
+                scale_groups: plan.scale_groups(),
+                measured: &measured,
                 param: 0,
                 ready: Vec::new(),
                 ahead: Ahead::default(),
             }),
+            wanted: &wanted,
+            measured: &measured,
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
         };
@@ -224,20 +229,31 @@ impl Engine<'_> {
 
 struct Shared<'a> {
     queue: Mutex<Queue<'a>>,
+    wanted: &'a Wanted,
+    measured: &'a Measured,
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
 }
 
 impl Shared<'_> {
     fn work(&self, context: &Context<'_>, stage: Option<&Stage>, options: &Options, progress: &(dyn Fn(u64) + Sync)) {
-        let _guard = StopOnPanic { stop: &self.stop, sink: context.sink };
+        let _guard = StopOnPanic { shared: self, sink: context.sink };
         let mut scratch = Scratch::default();
         let mut lane = stage.and_then(|stage| Some((stage, stage.lane()?)));
         while !self.stop.load(Ordering::Relaxed) {
             let next = lock(&self.queue).next();
             let Some(work) = next else { return };
             let done = options.check_cancel().and_then(|()| match (&work, &mut lane) {
-                (Work::Encode(encoding, area), _) => context.encode(encoding, area, &mut scratch),
+                (Work::Measure(chunk), _) => context.measure(chunk, self.measured, &mut scratch).map(|()| 0),
+                (Work::Encode(encoding, area), _) => {
+                    let scale = self.measured.scale(encoding.leader(context.plan, area));
+                    // Without its scale it is not encoded: the run has failed.
+                    match self.stop.load(Ordering::Relaxed) {
+                        true => Ok(0),
+                        false => context.encode(encoding, area, scale, &mut scratch),
+                    }
+                }
+                (Work::WeightScales(param), _) => context.put_weight_scales(*param, self.measured, self.wanted),
                 (Work::Decode(job, tile), Some((stage, lane))) => stage.execute(context, lane, job, tile, &mut scratch),
                 (Work::Decode(job, tile), None) => context.execute(job, tile, &mut scratch),
             });
@@ -245,25 +261,32 @@ impl Shared<'_> {
                 Ok(bytes) => progress(bytes),
                 Err(error) => {
                     lock(&self.failure).get_or_insert(error);
-                    self.stop.store(true, Ordering::Relaxed);
-                    context.sink.stop();
+                    self.stop(context.sink);
                 }
             }
         }
     }
 }
 
-/// A worker that panics ends the run: without it, others might wait in the sink for what it did not finish.
-struct StopOnPanic<'a> {
-    stop: &'a AtomicBool,
+impl Shared<'_> {
+    /// Ends the run: whoever waits for what is not coming any more is let go.
+    fn stop(&self, sink: &dyn Sink) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.measured.stop();
+        sink.stop();
+    }
+}
+
+/// A worker that panics ends the run: without it, others might wait for what it did not finish.
+struct StopOnPanic<'a, 'q> {
+    shared: &'a Shared<'q>,
     sink: &'a dyn Sink,
 }
 
-impl Drop for StopOnPanic<'_> {
+impl Drop for StopOnPanic<'_, '_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.stop.store(true, Ordering::Relaxed);
-            self.sink.stop();
+            self.shared.stop(self.sink);
         }
     }
 }
@@ -290,8 +313,12 @@ fn refusal(plan: &Plan, param: u32, source: Option<u32>, found: Nonfinite) -> Er
 enum Work {
     /// Decodes a tile.
     Decode(Arc<Job>, Tile),
+    /// Measures a run of a weight for the scale that all its blocks have in common.
+    Measure(Chunk),
     /// Encodes an area.
     Encode(Arc<Encoding>, Area),
+    /// Hands on a parameter that holds such scales.
+    WeightScales(u32),
 }
 
 /// The tiles in order, made as they are asked for.
@@ -301,6 +328,9 @@ struct Queue<'a> {
     wanted: &'a Wanted,
     /// Later parameters that are decoded together with an earlier one, by that one.
     joining: BTreeMap<u32, Vec<u32>>,
+    /// By the first of them, the weights that share a scale.
+    scale_groups: BTreeMap<u32, Vec<u32>>,
+    measured: &'a Measured,
     param: usize,
     /// Work on the current parameter, last first.
     ready: Vec<Work>,
@@ -318,23 +348,26 @@ impl Queue<'_> {
             self.ahead.advance(self.engine, self.param, self.wanted);
             let lists = match param.form {
                 // What is kept is read and handed on like numbers of one byte.
-                Form::Plain | Form::Kept(_) => self.decoding(param.dtype),
-                Form::Fp8 { scales } => self.encoding(scales),
+                Form::Plain | Form::Kept(_) | Form::Scales { kind: Scale::Input, .. } => self.decoding(param.dtype),
+                Form::Encoded { code, scales } => self.encoding(code, scales),
                 // Made with the parameter whose blocks they scale.
-                Form::Scales { .. } => Vec::new(),
+                Form::Scales { kind: Scale::Block, .. } => Vec::new(),
+                Form::Scales { kind: Scale::Weight, .. } => self.weight_scales(param),
             };
             // Workers that write to one file at a time wait for each other, so work that is likely to be for several ranks
             // takes turns, as far as its bytes are requested ahead together.
             let (mut together, mut bytes) = (Vec::new(), 0);
+            let mut all = Vec::new();
             for (work, reads) in lists {
                 if bytes + reads > self.engine.options.readahead {
-                    self.ready.extend(by_turns(std::mem::take(&mut together)));
+                    all.extend(by_turns(std::mem::take(&mut together)));
                     bytes = 0;
                 }
                 together.push(work);
                 bytes += reads;
             }
-            self.ready.extend(by_turns(together));
+            all.extend(by_turns(together));
+            self.ready = self.measured_first(all);
             self.ready.reverse();
             self.param += 1;
         }
@@ -360,7 +393,7 @@ impl Queue<'_> {
     }
 
     /// For each encoding of the current parameter, its areas and the bytes that they read.
-    fn encoding(&self, scales: u32) -> Vec<(Vec<Work>, u64)> {
+    fn encoding(&self, code: Code, scales: u32) -> Vec<(Vec<Work>, u64)> {
         let plan = self.engine.plan;
         let tile = self.stage.map_or(self.engine.options.tile_bytes, |_| CPU_TILE);
         let work = |encoding: Encoding| {
@@ -369,7 +402,43 @@ impl Queue<'_> {
             let reads = areas.iter().map(|area| encoding.reads(plan, area)).sum();
             (areas.into_iter().map(|area| Work::Encode(encoding.clone(), area)).collect(), reads)
         };
-        encodings(plan, self.param as u32, scales, self.wanted).into_iter().map(work).collect()
+        encodings(plan, self.param as u32, code, scales, self.wanted).into_iter().map(work).collect()
+    }
+
+    /// The work on a parameter that holds the scales of whole weights.
+    fn weight_scales(&self, param: &Param) -> Vec<(Vec<Work>, u64)> {
+        let wanted = param.slices.iter().enumerate().any(|(rank, slice)| self.wanted.holds(rank, slice));
+        if wanted { vec![(vec![Work::WeightScales(self.param as u32)], 0)] } else { Vec::new() }
+    }
+
+    /// The work with that before it which finds the scales that it needs. Those of the weights after it are found before
+    /// it is done, so that a worker that comes to them seldom has to wait; it waits only for work that was handed out.
+    fn measured_first(&self, all: Vec<Work>) -> Vec<Work> {
+        if self.scale_groups.is_empty() {
+            return all;
+        }
+        let plan = self.engine.plan;
+        let most = self.stage.map_or(self.engine.options.tile_bytes, |_| CPU_TILE) * ENCODED_TILES / 4;
+        let (mut ready, mut held) = (Vec::with_capacity(all.len()), Vec::new());
+        for work in all {
+            let leaders: Vec<u32> = match &work {
+                Work::Decode(..) | Work::Measure(_) => Vec::new(),
+                Work::Encode(encoding, area) => encoding.leader(plan, area).into_iter().collect(),
+                Work::WeightScales(param) => {
+                    let weights = plan.params[*param as usize].content.weights();
+                    weights.iter().filter_map(|weight| plan.scale_leader(*weight)).collect()
+                }
+            };
+            for leader in leaders.into_iter().filter(|leader| !self.measured.knows(*leader)) {
+                let chunks = chunks(plan, &self.scale_groups, leader, most);
+                self.measured.expect(leader, chunks.len());
+                ready.extend(chunks.into_iter().map(Work::Measure));
+                ready.append(&mut held);
+            }
+            held.push(work);
+        }
+        ready.append(&mut held);
+        ready
     }
 }
 
@@ -436,7 +505,11 @@ fn spans(plan: &Plan, param: usize, wanted: &Wanted) -> impl Iterator<Item = (u3
     for (_, slice) in slices.filter(|(rank, slice)| wanted.holds(*rank, slice)) {
         for piece in plan.pieces_of(slice) {
             let Origin::Source(region) = piece.origin else { continue };
-            let (block, block_bytes) = unit(plan.sources[region.source as usize].ty, plan.params[param].dtype);
+            let ty = plan.sources[region.source as usize].ty;
+            let (block, block_bytes) = match plan.params[param].form.code() {
+                Some(_) => (ty.block(), ty.block_bytes()),
+                None => unit(ty, plan.params[param].dtype),
+            };
             let first = region.element(0, 0) / block * block_bytes;
             let last = (region.element(piece.rows - 1, piece.cols - 1) / block + 1) * block_bytes;
             let span = spans.entry(region.source).or_insert(first..last);

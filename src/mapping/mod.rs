@@ -23,7 +23,7 @@ pub use layout::{Content, LaidOut, ParamSpec, Place, Set};
 pub use library::{Mapping, RulesId, builtin_mappings, choose};
 pub(crate) use pattern::Pattern;
 pub use policy::{Format, FormatRule, OutputPolicy, PolicyRules};
-pub use profile::{FileNames, FileSlot, Profile, ProfileRules, Vocab};
+pub use profile::{FileNames, FileSlot, Nvfp4Rules, Profile, ProfileRules, TensorScales, Together, Vocab};
 pub use recipe::{Cut, Matrix, Part, Recipe, ValueOp, Weight};
 pub use resolve::resolve;
 pub use rules::{CutKind, PinnedDtype};

@@ -31,6 +31,8 @@ pub enum Format {
     F16,
     /// E4M3 in blocks of 128 × 128, with an f32 scale for each block.
     Fp8,
+    /// E2M1 with an E4M3 scale for every 16 columns, and an f32 scale for the weight.
+    Nvfp4,
     /// The source's own quantized blocks, moved without decoding.
     Keep,
 }
@@ -43,6 +45,7 @@ impl Format {
             Format::Bf16 => "bf16",
             Format::F16 => "f16",
             Format::Fp8 => "fp8",
+            Format::Nvfp4 => "nvfp4",
             Format::Keep => "keep",
         }
     }
@@ -51,7 +54,7 @@ impl Format {
     pub fn is_float(self) -> bool {
         match self {
             Format::F32 | Format::Bf16 | Format::F16 => true,
-            Format::Fp8 | Format::Keep => false,
+            Format::Fp8 | Format::Nvfp4 | Format::Keep => false,
         }
     }
 }
@@ -99,9 +102,15 @@ pub struct FormatRule {
     /// Names of weights. Without them, weights of two axes of any name.
     #[serde(default)]
     pub weights: Vec<PatternText>,
+    /// Classes of models. Without them, all.
+    #[serde(default)]
+    pub classes: Vec<String>,
     /// Blocks that the weight belongs to.
     #[serde(default)]
     pub layers: Option<Layers>,
+    /// Whether the weight belongs to a block for multi-token prediction, or to none.
+    #[serde(default)]
+    pub mtp: Option<bool>,
     /// Types of which every source of the weight has one.
     #[serde(default)]
     pub types: Vec<TypeName>,
@@ -152,13 +161,15 @@ impl TryFrom<String> for TypeName {
 }
 
 impl FormatRule {
-    /// Whether it decides about a weight, whose sources have these types.
-    fn fits(&self, weight: &Weight, mut types: impl Iterator<Item = GgmlType>) -> bool {
+    /// Whether it decides about a weight of a model of this class, whose sources have these types.
+    fn fits(&self, class: &str, weight: &Weight, mut types: impl Iterator<Item = GgmlType>) -> bool {
         let named = match self.weights.as_slice() {
             [] => weight.shape.len() == 2,
             names => names.iter().any(|name| name.0.capture(&weight.name).is_some()),
         };
         named
+            && (self.classes.is_empty() || self.classes.iter().any(|named| named == class))
+            && self.mtp.is_none_or(|mtp| mtp == weight.mtp)
             && self.layers.as_ref().is_none_or(|layers| weight.block.is_some_and(|block| layers.contain(block)))
             && weight.shape.iter().product::<u64>() >= self.min_elements
             && (self.types.is_empty() || types.all(|ty| self.types.contains(&TypeName(ty))))
@@ -198,9 +209,14 @@ impl OutputPolicy {
         Ok(OutputPolicy { rules, text })
     }
 
-    /// The form of a weight, whose sources have these types; `None` where no rule fits.
-    pub fn format(&self, weight: &Weight, types: impl Iterator<Item = GgmlType> + Clone) -> Option<Format> {
-        self.rules.rules.iter().find(|rule| rule.fits(weight, types.clone())).map(|rule| rule.dtype)
+    /// The form of a weight of a model of this class, whose sources have these types; `None` where no rule fits.
+    pub fn format(
+        &self,
+        class: &str,
+        weight: &Weight,
+        types: impl Iterator<Item = GgmlType> + Clone,
+    ) -> Option<Format> {
+        self.rules.rules.iter().find(|rule| rule.fits(class, weight, types.clone())).map(|rule| rule.dtype)
     }
 
     /// Its text, under its origin.
@@ -251,7 +267,7 @@ mod tests {
         )
         .unwrap();
         let format = |name: &str, block, shape: &[u64], types: &[GgmlType]| {
-            policy.format(&weight(name, block, shape), types.iter().copied()).map(Format::name)
+            policy.format("LlamaForCausalLM", &weight(name, block, shape), types.iter().copied()).map(Format::name)
         };
         let (q4, q8) = (GgmlType::Q4_K, GgmlType::Q8_0);
         assert_eq!(format("model.layers.3.a.weight", Some(3), &[8, 8], &[q8]), Some("f32"));

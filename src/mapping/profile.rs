@@ -5,10 +5,13 @@ use serde::Deserialize;
 use super::layout::LayoutRules;
 use super::library::{RulesId, Text, builtin, embedded, find, listing};
 use super::policy::Format;
+use super::rules::PatternText;
 use crate::error::{Error, Fault, Result};
 
 /// Longest chain of `extends`.
 const DEEPEST: usize = 8;
+/// Most names of weights that belong together.
+const MOST_TOGETHER: usize = 1 << 10;
 
 /// A profile ready for use.
 #[derive(Debug, Clone)]
@@ -46,9 +49,46 @@ pub struct ProfileRules {
     /// Forms of weights that the stack loads beside plain floats; by default those of the profile that it extends.
     #[serde(default)]
     pub formats: Option<Vec<Format>>,
+    /// What the stack expects of nvfp4; by default what the profile that it extends has.
+    #[serde(default)]
+    pub nvfp4: Option<Nvfp4Rules>,
+    /// Weights that the stack makes one parameter of when it loads them, so that in nvfp4 they must share a scale.
+    #[serde(default)]
+    pub together: Vec<Together>,
     /// Layouts; the first that names a model's class is taken.
     #[serde(default, rename = "layout")]
     pub layouts: Vec<LayoutRules>,
+}
+
+/// What a stack expects of nvfp4.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nvfp4Rules {
+    /// The axes of scales of which a weight has one.
+    #[serde(default)]
+    pub tensor_scales: TensorScales,
+    /// Stacked experts have an input scale even where activations are not quantized.
+    #[serde(default)]
+    pub expert_input_scales: bool,
+}
+
+/// The axes of scales of which each weight of a parameter has one. Those of stacks have axes in any case.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TensorScales {
+    /// None, unless the parameter has several parts.
+    #[default]
+    Scalar,
+    /// One that counts the parts, of a single part as well.
+    Parts,
+}
+
+/// Names of weights; those that are equal in all variables belong together.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Together {
+    /// The names.
+    pub weights: Vec<PatternText>,
 }
 
 /// How the vocabulary is padded with rows of zeros before it is cut.
@@ -151,6 +191,8 @@ impl Profile {
                 rules.files = base.files;
             }
             rules.formats = rules.formats.or(base.formats);
+            rules.nvfp4 = rules.nvfp4.or(base.nvfp4);
+            rules.together.extend(base.together);
             if rules.launch.is_empty() {
                 rules.launch = base.launch;
             }
@@ -231,6 +273,10 @@ fn check(rules: &ProfileRules) -> Result<(), String> {
     }
     if files.index.as_ref().is_some_and(|i| !is_plain(i) || !i.ends_with(".index.json")) {
         return Err("the index must be a plain file name that ends in .index.json".into());
+    }
+    let together = rules.together.iter().map(|rule| rule.weights.len()).sum::<usize>();
+    if together > MOST_TOGETHER {
+        return Err(format!("{together} names of weights that belong together; at most {MOST_TOGETHER} are read"));
     }
     super::layout::check(&rules.layouts)
 }

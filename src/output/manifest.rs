@@ -3,6 +3,7 @@
 //! The field-by-field description is in `docs/format.md`. The manifest is written last; a folder without one is not a
 //! checkpoint.
 
+use std::collections::BTreeMap;
 use std::io::{Cursor, ErrorKind, Read, Seek};
 use std::path::Path;
 
@@ -29,7 +30,7 @@ pub const FORMAT_VERSION: u32 = 1;
 pub const READ_LIMIT: u64 = 1 << 30;
 
 /// The manifest of one checkpoint folder.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     /// Always [`FORMAT`].
@@ -147,7 +148,7 @@ pub struct Topology {
 }
 
 /// What the user chose.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
     /// Output type of weights that no rule pins and no rule of the output policy is for: `bf16`, `f16`, `f32`.
@@ -158,6 +159,12 @@ pub struct Policy {
     /// Output type of weights whose blocks are kept, but cut through: `bf16`, `f16`, `f32`, if that was allowed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_or: Option<String>,
+    /// Whether nvfp4's scales of blocks were searched by their error.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub nvfp4_search: bool,
+    /// The scales of activations that were given, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub input_scales: BTreeMap<String, f32>,
     /// What happens to the MTP block: `keep`, `drop`, `only`.
     pub mtp: String,
     /// The size, in bytes, at which a new part is begun.

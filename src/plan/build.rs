@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use super::keep;
+use super::forms::in_bytes;
 use super::share::{Share, share};
 use super::{
-    Form, Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files,
+    Form, Nvfp4, Origin, Param, ParamCut, Piece, Plan, PlannedSource, Policy, Region, Shape, Slice, StageLayers, files,
 };
 use crate::dequant::{Dequantizer, FloatType, Simd};
 use crate::dtype::Dtype;
@@ -45,6 +45,8 @@ pub struct PlanRequest {
     pub forms: Option<OutputPolicy>,
     /// The type of weights whose blocks are to be kept, but are cut through; `None` to refuse that.
     pub keep_or: Option<FloatType>,
+    /// How weights are written as nvfp4.
+    pub nvfp4: Nvfp4,
 }
 
 impl PlanRequest {
@@ -59,6 +61,7 @@ impl PlanRequest {
             policy,
             forms: None,
             keep_or: None,
+            nvfp4: Nvfp4::default(),
         }
     }
 }
@@ -66,7 +69,7 @@ impl PlanRequest {
 impl Plan {
     /// Plans every rank's files. The result has not been audited yet; [`Plan::audited`] does both.
     pub fn new(set: &GgufSet, model: Model, request: PlanRequest) -> Result<Plan> {
-        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy, forms, keep_or } = request;
+        let PlanRequest { profile, tp, pp, stage_layers, expert_parallel, policy, forms, keep_or, nvfp4 } = request;
         for (what, number, most) in [
             ("tp", u64::from(tp), u64::from(MOST_RANKS)),
             ("pp", u64::from(pp), u64::from(MOST_RANKS)),
@@ -111,12 +114,16 @@ impl Plan {
             policy,
             forms,
             keep_or,
+            nvfp4,
+            mixes_codes: false,
+            scale_leaders: Vec::new(),
             sources,
             params: Vec::with_capacity(specs.len()),
             pieces: Vec::new(),
             files: Vec::new(),
             left_out,
         };
+        plan.mixes_codes = plan.mixes_codes();
         let mut first_use: Vec<Option<u32>> = vec![None; plan.model.weights.len()];
         let mut size = Size::default();
         for spec in specs {
@@ -124,14 +131,18 @@ impl Plan {
             if let [weight] = *param.content.weights() {
                 let first = first_use[weight as usize].get_or_insert(plan.params.len() as u32);
                 let earlier = plan.params.get(*first as usize);
-                let encoded = matches!(param.form, Form::Fp8 { .. } | Form::Scales { .. });
+                let encoded = param.form.code().is_some();
                 let alike = |e: &&Param| e.dtype == param.dtype && e.form == param.form && !encoded;
                 param.joins = earlier.filter(alike).map(|_| *first);
             }
-            let scales = plan.scales_of(&mut param, &mut size)?;
+            let scales = plan.scales_of(set, &param, &mut size)?;
+            if let Form::Encoded { scales, .. } = &mut param.form {
+                *scales = plan.params.len() as u32 + 1;
+            }
             plan.params.push(param);
             plan.params.extend(scales);
         }
+        plan.share_scales();
         plan.warn_of_decoded_blocks();
         plan.refuse_vain_choices(set)?;
         plan.warn_of_padding_kernels();
@@ -152,9 +163,8 @@ impl Plan {
             Content::Joined(_) | Content::Stacked { .. } => self.form(set, &spec)?,
         };
         if let Form::Kept(_) = form {
-            spec.name = keep::blocks_name(&spec.name);
+            spec.name = super::keep::blocks_name(&spec.name);
         }
-        let encoded = dtype == Dtype::F8E4M3;
         let expert = self.expert_parallel && matches!(spec.content, Content::Stacked { .. });
         let cut = match (spec.content.weights().first(), expert) {
             (Some(_), true) => ParamCut::Expert,
@@ -165,8 +175,8 @@ impl Plan {
         let mut last: Option<Held> = None;
         for rank in 0..u64::from(self.tp) {
             let held = self.held(set, &spec, expert, rank)?;
-            if encoded {
-                self.check_blocks(set, &spec, &held)?;
+            if let Some(code) = form.code() {
+                self.check_blocks(set, &spec, code, &held)?;
             }
             size.shares += 1 + held.0.len() as u64;
             if size.shares > MOST_PIECES {
@@ -185,7 +195,7 @@ impl Plan {
             slices.push(slice);
             last = Some(held);
         }
-        let shape = keep::in_bytes(form, whole_shape(&self.model, &spec.content));
+        let shape = in_bytes(form, whole_shape(&self.model, &spec.content));
         Ok(Param {
             stage: match spec.set {
                 Set::Main => self.stages.of(spec.place),
@@ -261,7 +271,7 @@ impl Plan {
             lower(weight, part, row, &mut self.pieces);
             row += part.rows;
         }
-        self.pieces[start as usize..].iter_mut().for_each(|piece| keep::piece_in_bytes(form, piece));
+        self.pieces[start as usize..].iter_mut().for_each(|piece| super::keep::piece_in_bytes(form, piece));
         let shape = slice_shape(&self.model, &spec.content, form, held)
             .ok_or_else(|| Fault::new("a shape of more than 4 axes").file(set.path()).tensor(&spec.name).layout())?;
         Ok(Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 })
@@ -301,7 +311,7 @@ impl Plan {
     /// Kernels that pad an expert's rows place `up` where plain files do not have it, and vLLM only warns.
     fn warn_of_padding_kernels(&mut self) {
         const LANES: u64 = 128;
-        let mut values = self.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. }));
+        let mut values = self.params.iter().filter(|p| !p.form.is_scales());
         let ragged = values.find_map(|p| {
             let Content::Stacked { parts, .. } = p.content else { return None };
             let axes = p.slices.first()?.shape.axes();
@@ -400,7 +410,7 @@ pub(super) fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: Forma
         (None, Format::Bf16) => Dtype::BF16,
         (None, Format::F16) => Dtype::F16,
         (None, Format::Fp8) => Dtype::F8E4M3,
-        (None, Format::Keep) => Dtype::U8,
+        (None, Format::Nvfp4 | Format::Keep) => Dtype::U8,
     })
 }
 
@@ -436,7 +446,7 @@ fn slice_shape(model: &Model, content: &Content, form: Form, held: &Held) -> Opt
     if let Content::Stacked { parts, .. } = content {
         axes.insert(0, (held.0.len() / *parts as usize) as u64);
     }
-    Shape::new(&keep::in_bytes(form, axes))
+    Shape::new(&in_bytes(form, axes))
 }
 
 /// At most how many pieces [`lower`] makes, padding included.

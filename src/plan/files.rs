@@ -66,7 +66,7 @@ fn stream(plan: &mut Plan, set: Set, stage: u32, rank: u32, params: &[u32]) -> R
         let bytes = plan.slice_bytes(param, &param.slices[rank as usize]);
         // Kept blocks are named once more, with their type.
         let named = match param.form {
-            Form::Plain | Form::Fp8 { .. } | Form::Scales { .. } => 1,
+            Form::Plain | Form::Encoded { .. } | Form::Scales { .. } => 1,
             Form::Kept(_) => 2,
         };
         let entry = named * param.name.len() as u64 + ENTRY_BYTES;

@@ -15,6 +15,8 @@ impl Plan {
         if let Some(policy) = &self.forms {
             hasher.text(&policy.id().digest);
         }
+        hasher.number(self.nvfp4.search.into());
+        self.scale_leaders.iter().for_each(|leader| hasher.number((*leader).into()));
         for source in &self.sources {
             hasher.text(&source.name);
             hasher.numbers(&[source.ty as u64, source.elements, source.bytes]);
@@ -25,8 +27,8 @@ impl Plan {
             hasher.numbers(&[param.set as u64, param.stage.into()]);
             match param.form {
                 Form::Plain => {}
-                Form::Fp8 { scales } => hasher.numbers(&[1, scales.into()]),
-                Form::Scales { of } => hasher.numbers(&[2, of.into()]),
+                Form::Encoded { code, scales } => hasher.numbers(&[1, scales.into(), code as u64]),
+                Form::Scales { of, kind } => hasher.numbers(&[2, of.into(), kind as u64]),
                 Form::Kept(ty) => hasher.numbers(&[3, ty as u64]),
             }
             hasher.numbers(&param.shape);

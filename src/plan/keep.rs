@@ -49,9 +49,13 @@ impl Plan {
     pub(super) fn form(&self, set: &GgufSet, spec: &ParamSpec) -> Result<(Dtype, Form, Option<String>)> {
         let model = &self.model;
         let format = self.format(set, spec)?;
+        let stored = dtype(set, model, spec, format)?;
+        // Under `raw`, numbers that are no weights stay what they are.
+        if let Some(code) = format.code().filter(|code| stored == code.dtype()) {
+            return Ok((stored, Form::Encoded { code, scales: 0 }, None));
+        }
         let plain = |format, why| Ok((dtype(set, model, spec, format)?, Form::Plain, why));
-        // Integers and F64 under `raw` stay what they are.
-        if format != Format::Keep || dtype(set, model, spec, format)? != Dtype::U8 {
+        if format != Format::Keep || stored != Dtype::U8 {
             return plain(format, None);
         }
         let rest = self.keep_or.unwrap_or(self.policy.dtype).into();
@@ -127,8 +131,7 @@ impl Plan {
     fn through_blocks(&self, set: &GgufSet, weight: &Weight, block: u64) -> Error {
         let vocab = self.profile.rules.vocab;
         let kept = |w: &Weight| {
-            let format = self.forms.as_ref().and_then(|policy| policy.format(w, self.types(w)));
-            let ty = self.block_type(w).ok().filter(|_| format == Some(Format::Keep) && w.pinned.is_none());
+            let ty = self.block_type(w).ok().filter(|_| self.ruled(w) == Some(Format::Keep));
             ty.filter(|_| w.cut.kind == CutKind::Row)
         };
         let kept: Vec<Option<GgmlType>> = self.model.weights.iter().map(kept).collect();
@@ -170,18 +173,10 @@ impl Plan {
     }
 }
 
-/// A shape whose last axis counts elements, as it is in the files.
-pub(super) fn in_bytes(form: Form, mut axes: Vec<u64>) -> Vec<u64> {
-    let (block, block_bytes) = form.unit();
-    if let (true, Some(last)) = (axes.len() > 1, axes.last_mut()) {
-        *last = *last / block * block_bytes;
-    }
-    axes
-}
-
 /// A piece in elements, as it is in the plan.
 pub(super) fn piece_in_bytes(form: Form, piece: &mut Piece) {
-    let (block, block_bytes) = form.unit();
+    let Form::Kept(ty) = form else { return };
+    let (block, block_bytes) = (ty.block(), ty.block_bytes());
     let scaled = |n: u64| n / block * block_bytes;
     (piece.col, piece.cols) = (scaled(piece.col), scaled(piece.cols));
     match &mut piece.origin {

@@ -6,10 +6,12 @@
 
 pub mod audit;
 mod build;
+mod encoded;
 mod files;
 mod forms;
 mod identity;
 mod keep;
+mod nvfp4;
 mod picture;
 mod share;
 mod stages;
@@ -17,8 +19,10 @@ mod summary;
 
 pub use build::PlanRequest;
 pub use files::{DRAFT_FOLDER, PlannedFile};
-pub use forms::{BLOCK, Form, SCALES_SUFFIX};
+pub(crate) use forms::EXPERTS;
+pub use forms::{Code, Form, Scale};
 pub use keep::weight_name;
+pub use nvfp4::{InputScales, Nvfp4};
 pub use picture::{Cell, Column, Group, Picture, Row, Section};
 pub use stages::StageLayers;
 pub use summary::{ParameterSummary, RankSummary, Summary, TypeSummary};
@@ -49,6 +53,13 @@ pub struct Plan {
     pub forms: Option<OutputPolicy>,
     /// The type of weights whose blocks are to be kept, but are cut through; `None` if that is refused.
     pub keep_or: Option<FloatType>,
+    /// What the user chose about nvfp4.
+    pub nvfp4: Nvfp4,
+    /// Whether some weights are fp8 and others nvfp4: the scales of fp8 then have the names and axes that ModelOpt gives them.
+    pub mixes_codes: bool,
+    /// By weight of the model, the first of those that share its `weight_scale_2`, or `u32::MAX` where it has none; empty if
+    /// none is written as nvfp4.
+    pub scale_leaders: Vec<u32>,
     /// The source tensors that pieces refer to by index.
     pub sources: Vec<PlannedSource>,
     /// Parameters in the one global order that every rank's files follow.

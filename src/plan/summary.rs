@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::{DRAFT_FOLDER, Form, Param, ParamCut, Plan};
+use super::{DRAFT_FOLDER, Param, ParamCut, Plan};
 use crate::gguf::GgmlType;
 use crate::mapping::{CutKind, OutputPolicy, RulesId, Set};
 
@@ -228,7 +228,7 @@ impl Plan {
             ignored: self.unused_sources().collect(),
             source_bytes: (0..self.sources.len()).filter(used).map(|i| self.sources[i].bytes).sum(),
             parameters: self.params.len(),
-            elements: self.params.iter().filter(|p| !scales(p)).map(Param::elements).sum(),
+            elements: self.params.iter().filter(|p| !p.form.is_scales()).map(Param::elements).sum(),
             types,
             output_bytes: ranks.iter().map(|r| r.bytes).sum(),
             ranks,
@@ -254,14 +254,6 @@ impl Plan {
             blocks: param.form.blocks().map(GgmlType::name),
             decoded: param.decoded.clone(),
         }
-    }
-}
-
-/// Whether a parameter holds the scales of another.
-fn scales(param: &Param) -> bool {
-    match param.form {
-        Form::Scales { .. } => true,
-        Form::Plain | Form::Fp8 { .. } | Form::Kept(_) => false,
     }
 }
 

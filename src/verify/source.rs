@@ -11,7 +11,7 @@ use std::path::Path;
 use super::bytes::Comparer;
 use super::report::SOURCE;
 use super::{Finding, Options, Report, Step, What};
-use crate::convert::{self, Planned, Request};
+use crate::convert::{self, InputScalesFrom, Planned, Request};
 use crate::dequant::{FloatType, Nonfinite};
 use crate::engine::{self, Engine, Observer};
 use crate::error::{Error, Fault, Result};
@@ -20,7 +20,7 @@ use crate::mapping::{Mapping, MtpPolicy, OutputPolicy, Profile, RulesId};
 use crate::output::filename;
 use crate::output::manifest::{FileEntry, Manifest, Parameter};
 use crate::output::{Digest, SafetensorsHeader, SourceHasher, header_of};
-use crate::plan::{DRAFT_FOLDER, Plan, PlannedFile};
+use crate::plan::{DRAFT_FOLDER, InputScales, Plan, PlannedFile};
 use crate::regular;
 
 /// A source that is the manifest's, with the manifest's plan.
@@ -227,6 +227,11 @@ fn request(manifest: &Manifest, path: &Path) -> Result<Request> {
         dtype: dtype.ok_or_else(|| unknown("policy.dtype", &policy.dtype))?,
         policy: None,
         keep_or: keep_or.map_err(|or| unknown("policy.keep_or", or))?,
+        nvfp4_search: policy.nvfp4_search,
+        input_scales: match policy.input_scales.is_empty() {
+            true => None,
+            false => Some(InputScalesFrom::Given(InputScales { by_name: policy.input_scales.clone() })),
+        },
         mtp: mtp.ok_or_else(|| unknown("policy.mtp", &policy.mtp))?,
         part_size: policy.part_size,
         pp: manifest.topology.pp,

@@ -21,7 +21,7 @@ const FORMAT_VERSION: u32 = 1;
 const MOST_RANKS: u32 = 1024;
 
 /// Everything about a manifest that is known before the first byte is written, and what identifies the source further.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
     format: String,
@@ -57,7 +57,7 @@ pub struct Record {
 }
 
 /// A safetensors file that is to be made.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Expected {
     /// Its name.
@@ -226,13 +226,25 @@ impl Record {
             format!("tp {}, pp {} {:?}{experts}", t.tp, t.pp, t.stage_layers)
         };
         let policy = |p: &Policy| {
-            let Policy { dtype, rules: given, keep_or, mtp, part_size, moe_pad, allow_nonfinite } = p;
+            let Policy { dtype, rules: given, keep_or, nvfp4_search, input_scales, .. } = p;
+            let Policy { mtp, part_size, moe_pad, allow_nonfinite, .. } = p;
             let given = given.as_ref().map(|given| rules(&given.name, &given.version, &given.digest));
             let given = given.map_or(String::new(), |given| format!(", policy {given}"));
             let or = keep_or.as_ref().map_or(String::new(), |or| format!(", keep-or {or}"));
+            let search = if *nvfp4_search { ", nvfp4-search" } else { "" };
+            let inputs = match input_scales.len() {
+                0 => String::new(),
+                count => {
+                    let mut hasher = blake3::Hasher::new();
+                    input_scales.iter().for_each(|(name, value)| {
+                        hasher.update(name.as_bytes()).update(&value.to_le_bytes());
+                    });
+                    format!(", {count} input scales ({})", Digest::from(hasher.finalize()))
+                }
+            };
             let pad = moe_pad.map_or(String::new(), |pad| format!(", moe-pad {pad}"));
             let allow = if *allow_nonfinite { ", allow-nonfinite" } else { "" };
-            format!("dtype {dtype}{given}{or}, mtp {mtp}, part-size {part_size}{pad}{allow}")
+            format!("dtype {dtype}{given}{or}{search}{inputs}, mtp {mtp}, part-size {part_size}{pad}{allow}")
         };
         let differences = [
             ("tool", self.tool.clone(), other.tool.clone()),

@@ -5,7 +5,7 @@ use super::{fault, in_elements, pieces};
 use crate::error::{Fault, Result};
 use crate::gguf::GgmlType;
 use crate::mapping::{Matrix, Set};
-use crate::plan::{Form, Origin, Plan};
+use crate::plan::{Origin, Plan};
 
 /// Rows `row`, `row + step`, … (`rows` of them) by columns `col..col + cols`.
 #[derive(Debug, Clone, Copy)]
@@ -99,7 +99,7 @@ fn exact(rects: &mut [Rect], whole: Matrix) -> std::result::Result<(), Flaw> {
 /// Every element of every slice is filled exactly once. Gives the number of slices.
 pub(super) fn destinations(plan: &Plan) -> Result<u64> {
     let mut rects: Vec<Rect> = Vec::new();
-    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
+    for param in plan.params.iter().filter(|p| !p.form.is_scales()) {
         for (rank, slice) in param.slices.iter().enumerate() {
             if rank > 0 && param.slices[rank - 1].pieces == slice.pieces && param.slices[rank - 1].shape == slice.shape
             {

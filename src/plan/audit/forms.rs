@@ -1,24 +1,21 @@
-//! Proof that what is encoded is what the policy says, and that blocks and their scales agree.
+//! Proof that what is encoded is what the policy says, and that no block is cut.
 
-use super::fault;
 use super::holding::{Holding, holdings};
+use super::{fault, scales};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::gguf::GgmlType;
 use crate::mapping::{Content, Format, Matrix, Part, PinnedDtype, Weight};
-use crate::plan::{Form, Param, Plan};
-
-/// Rows and columns of a block.
-const BLOCK: u64 = 128;
+use crate::plan::{Code, Form, Param, Plan};
 
 pub(super) fn check(plan: &Plan) -> Result<()> {
     for (index, param) in plan.params.iter().enumerate() {
         match param.form {
             Form::Plain => agreed(plan, param)?,
-            Form::Fp8 { scales } => {
+            Form::Encoded { code, scales } => {
                 agreed(plan, param)?;
-                encoded(plan, param)?;
-                linked(plan, index, scales)?;
+                encoded(plan, param, code)?;
+                scales::linked(plan, index, code, scales)?;
             }
             Form::Kept(ty) => {
                 agreed(plan, param)?;
@@ -28,18 +25,18 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
                         .audit());
                 }
             }
-            // Proven with the parameter that it belongs to, if that names it.
-            Form::Scales { of } => match plan.params.get(of as usize).map(|of| of.form) {
-                Some(Form::Fp8 { scales }) if scales as usize == index => {}
-                Some(Form::Fp8 { .. } | Form::Plain | Form::Kept(_) | Form::Scales { .. }) | None => {
-                    return Err(fault(param, 0, format!("they are the scales of parameter {of}"))
-                        .expected("an encoded parameter that names them")
+            // Proven with the parameter that it belongs to, if that has it.
+            Form::Scales { of, .. } => {
+                let of = plan.params.get(of as usize);
+                if !of.is_some_and(|of| scales::of(plan, of).any(|(_, held)| held == index)) {
+                    return Err(fault(param, 0, "they are scales of no parameter")
+                        .expected("an encoded parameter that they follow")
                         .audit());
                 }
-            },
+            }
         }
     }
-    Ok(())
+    scales::shared(plan)
 }
 
 /// The form that the policy gives the first of a parameter's weights, by a reading of the rules of the audit's own.
@@ -82,7 +79,8 @@ fn kept(plan: &Plan, param: &Param) -> Option<GgmlType> {
     (weights().flat_map(|w| &w.recipe.parts).all(moved) && ranks.into_iter().all(held)).then_some(ty)
 }
 
-fn of_weight(plan: &Plan, weight: &Weight) -> Format {
+/// The form that the policy gives a weight.
+pub(super) fn of_weight(plan: &Plan, weight: &Weight) -> Format {
     let mut format = Format::from(plan.policy.dtype);
     // From the last rule to the first, so that the first that fits is what remains.
     for rule in plan.forms.iter().flat_map(|policy| policy.rules.rules.iter().rev()) {
@@ -95,7 +93,15 @@ fn of_weight(plan: &Plan, weight: &Weight) -> Format {
         };
         let listed = |source: u32| rule.types.iter().any(|ty| ty.0 == plan.sources[source as usize].ty);
         let typed = rule.types.is_empty() || weight.recipe.parts.iter().all(|part| listed(part.source));
-        if named && in_layers && typed && weight.shape.iter().product::<u64>() >= rule.min_elements {
+        let classed = rule.classes.is_empty() || rule.classes.contains(&plan.model.class);
+        let in_kind = rule.mtp.unwrap_or(weight.mtp) == weight.mtp;
+        if named
+            && classed
+            && in_kind
+            && in_layers
+            && typed
+            && weight.shape.iter().product::<u64>() >= rule.min_elements
+        {
             format = rule.dtype;
         }
     }
@@ -107,7 +113,7 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
     if let Content::Constant(_) = param.content {
         return match param.form {
             Form::Plain => Ok(()),
-            Form::Fp8 { .. } | Form::Kept(_) | Form::Scales { .. } => {
+            Form::Encoded { .. } | Form::Kept(_) | Form::Scales { .. } => {
                 Err(fault(param, 0, "a constant is encoded").audit())
             }
         };
@@ -115,7 +121,7 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
     if param.pinned == Some(PinnedDtype::F32) {
         return match param.form {
             Form::Plain => Ok(()),
-            Form::Fp8 { .. } | Form::Kept(_) | Form::Scales { .. } => {
+            Form::Encoded { .. } | Form::Kept(_) | Form::Scales { .. } => {
                 Err(fault(param, 0, "it is encoded, though pinned").audit())
             }
         };
@@ -133,8 +139,9 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
         return Err(fault(param, 0, found).expected(first.name()).audit());
     }
     let stored = match param.form {
-        Form::Plain | Form::Scales { .. } => !matches!(stored(plan, param), Format::Fp8 | Format::Keep),
-        Form::Fp8 { .. } => first == Format::Fp8,
+        Form::Plain | Form::Scales { .. } => stored(plan, param).is_float(),
+        Form::Encoded { code: Code::Fp8, .. } => first == Format::Fp8,
+        Form::Encoded { code: Code::Nvfp4, .. } => first == Format::Nvfp4,
         Form::Kept(_) => first == Format::Keep,
     };
     if !stored || !plan.profile.loads(first) {
@@ -145,12 +152,16 @@ fn agreed(plan: &Plan, param: &Param) -> Result<()> {
 }
 
 /// No block lies on two ranks or in two parts.
-fn encoded(plan: &Plan, param: &Param) -> Result<()> {
+fn encoded(plan: &Plan, param: &Param, code: Code) -> Result<()> {
+    let (rows, cols): (u64, u64) = match code {
+        Code::Fp8 => (128, 128),
+        Code::Nvfp4 => (1, 16),
+    };
     let vocab = plan.profile.rules.vocab.multiple;
     for rank in 0..param.slices.len() {
         let parts = holdings(plan, param, rank as u64).unwrap_or_default();
         let group = param.content.parts().max(1);
-        let mut row = 0;
+        let mut row = 0u64;
         for (i, part) in parts.iter().enumerate() {
             if i % group == 0 {
                 row = 0;
@@ -158,56 +169,18 @@ fn encoded(plan: &Plan, param: &Param) -> Result<()> {
             let whole = Matrix::of(&part.weight.shape);
             let first = part.in_weight(0, 0, vocab);
             let (end_row, end_col) = (first.0 + part.real.rows, first.1 + part.real.cols);
-            let ends = |end: u64, of: u64| end == of || end.is_multiple_of(BLOCK);
-            let begins = [row, first.0, first.1].iter().all(|n| n.is_multiple_of(BLOCK));
-            if part.weight.shape.len() != 2 || !begins || !ends(end_row, whole.rows) || !ends(end_col, whole.cols) {
+            let begins = row.is_multiple_of(rows) && first.0.is_multiple_of(rows) && first.1.is_multiple_of(cols);
+            let ends = (end_row == whole.rows || end_row.is_multiple_of(rows))
+                && (end_col.is_multiple_of(cols) || (code == Code::Fp8 && end_col == whole.cols))
+                && (code == Code::Fp8 || part.padded.cols.is_multiple_of(cols));
+            if part.weight.shape.len() != 2 || !begins || !ends {
                 let found = format!(
                     "rows {} to {end_row} and columns {} to {end_col} of '{}' are at row {row} of an element of its slice",
                     first.0, first.1, part.weight.name
                 );
-                return Err(fault(param, rank, found).expected(format!("whole blocks of {BLOCK}")).audit());
+                return Err(fault(param, rank, found).expected(format!("whole blocks of {rows} x {cols}")).audit());
             }
             row += part.padded.rows;
-        }
-    }
-    Ok(())
-}
-
-/// An encoded parameter's scales are there, under its name, in its set and stage, and one for each block on every rank.
-fn linked(plan: &Plan, index: usize, scales: u32) -> Result<()> {
-    let param = &plan.params[index];
-    let Some(held) = plan.params.get(scales as usize) else {
-        return Err(fault(param, 0, format!("its scales are parameter {scales}, which does not exist")).audit());
-    };
-    let wrong = |rank: usize, found: String| Err(fault(held, rank, found).audit());
-    if held.form != (Form::Scales { of: index as u32 }) || held.dtype != Dtype::F32 {
-        return wrong(0, format!("the scales of '{}' are {:?} in {}", param.name, held.form, held.dtype));
-    }
-    if held.name.strip_suffix("_scale_inv") != Some(param.name.as_str()) {
-        return wrong(0, format!("it holds the scales of '{}'", param.name));
-    }
-    if (held.set, held.stage, held.cut, held.joins) != (param.set, param.stage, param.cut, None)
-        || held.content != param.content
-        || held.slices.len() != param.slices.len()
-    {
-        return wrong(0, format!("it is laid out unlike '{}', whose scales it holds", param.name));
-    }
-    let of_blocks = |axes: &[u64], held: &[u64]| match (axes, held) {
-        ([lead @ .., rows, cols], [held_lead @ .., bands, blocks]) => {
-            let covers = |n: u64, blocks: u64| n <= blocks * BLOCK && blocks * BLOCK < n + BLOCK;
-            lead == held_lead && covers(*rows, *bands) && covers(*cols, *blocks)
-        }
-        ([] | [_], _) | (_, [] | [_]) => false,
-    };
-    if !of_blocks(&param.shape, &held.shape) {
-        return wrong(0, format!("shape {:?} for the blocks of {:?}", held.shape, param.shape));
-    }
-    for (rank, (slice, of)) in held.slices.iter().zip(&param.slices).enumerate() {
-        if !of_blocks(of.shape.axes(), slice.shape.axes()) {
-            return wrong(rank, format!("shape {:?} for the blocks of {:?}", slice.shape, of.shape));
-        }
-        if !slice.pieces.is_empty() {
-            return wrong(rank, format!("it has pieces {:?}", slice.pieces));
         }
     }
     Ok(())

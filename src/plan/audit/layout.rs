@@ -7,7 +7,7 @@ use super::{fault, in_elements};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::mapping::{Content, CutKind, Format, Matrix, PinnedDtype, Set, Weight};
-use crate::plan::{DRAFT_FOLDER, Form, Param, ParamCut, Plan, PlannedFile};
+use crate::plan::{DRAFT_FOLDER, Param, ParamCut, Plan, PlannedFile};
 
 /// Largest multiple that anything is padded to.
 const MOST_PADDING: u64 = 1 << 16;
@@ -34,7 +34,7 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
             }
         }
         // The scales of another parameter are proven with it.
-        if matches!(param.form, Form::Scales { .. }) {
+        if param.form.is_scales() {
             continue;
         }
         content(plan, param)?;
@@ -131,7 +131,7 @@ fn dtype(plan: &Plan, param: &Param) -> Result<()> {
         Format::F16 => Dtype::F16,
         Format::Bf16 => Dtype::BF16,
         Format::Fp8 => Dtype::F8E4M3,
-        Format::Keep => Dtype::U8,
+        Format::Nvfp4 | Format::Keep => Dtype::U8,
     };
     let weights = || param.content.weights().iter().map(|w| &plan.model.weights[*w as usize]);
     // A layout may pin what the checkpoint does not; it never unpins.
@@ -231,7 +231,7 @@ fn whole(plan: &Plan, param: &Param, held: &[(u64, u64)]) -> Result<()> {
 /// Every weight is laid out or left out for a reason, and only a set of its own or a further pipeline stage holds it again.
 fn every_weight(plan: &Plan) -> Result<()> {
     let mut uses: Vec<Vec<(Set, u32)>> = vec![Vec::new(); plan.model.weights.len()];
-    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
+    for param in plan.params.iter().filter(|p| !p.form.is_scales()) {
         for weight in param.content.weights() {
             let place = (param.set, param.stage);
             if uses[*weight as usize].contains(&place) {

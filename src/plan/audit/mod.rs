@@ -6,7 +6,8 @@
 //!   cut passes through a unit;
 //! - **rules**: every parameter is made of the weights that a rule of the profile gives its name, in the rule's order;
 //! - **forms**: what is encoded is what the output policy says, blocks lie whole on one rank and in one part, and every
-//!   encoded parameter has its scales, on the same ranks, one for each block;
+//!   encoded parameter has its scales, on the same ranks, one for each block and where needed one for each weight; weights
+//!   that a stack joins share theirs;
 //! - **destination cover**: every element of every slice is filled exactly once;
 //! - **source cover**: every element of every source is placed exactly once per copy that its cut calls for, or the
 //!   source scales another or is ignored by a rule;
@@ -20,11 +21,12 @@ mod forms;
 mod holding;
 mod layout;
 mod rules;
+mod scales;
 mod trace;
 
 use std::borrow::Cow;
 
-use super::{Origin, Param, Piece, Plan, Slice};
+use super::{Code, Form, Origin, Param, Piece, Plan, Slice};
 use crate::error::{Fault, Result};
 
 /// What an audit looked at.
@@ -72,9 +74,14 @@ fn pieces<'a>(plan: &'a Plan, param: &Param, slice: &Slice) -> Option<Cow<'a, [P
 /// A shape of a parameter with its last axis counted in elements.
 fn in_elements(param: &Param, axes: &[u64]) -> Vec<u64> {
     let mut axes = axes.to_vec();
-    if let (Some(ty), Some(last)) = (param.form.blocks(), axes.last_mut()) {
+    let (elements, bytes) = match param.form {
+        Form::Plain | Form::Scales { .. } | Form::Encoded { code: Code::Fp8, .. } => (1, 1),
+        Form::Encoded { code: Code::Nvfp4, .. } => (2, 1),
+        Form::Kept(ty) => (ty.block(), ty.block_bytes()),
+    };
+    if let Some(last) = axes.last_mut() {
         // Part of a block makes the shape one that no rule gives.
-        *last = if last.is_multiple_of(ty.block_bytes()) { *last / ty.block_bytes() * ty.block() } else { u64::MAX };
+        *last = if last.is_multiple_of(bytes) { (*last / bytes).saturating_mul(elements) } else { u64::MAX };
     }
     axes
 }

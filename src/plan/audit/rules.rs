@@ -29,12 +29,12 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
         return Err(crate::Fault::new(found).audit());
     };
     let said = if layout.verbatim { Vec::new() } else { sayings(layouts, layout) };
-    for param in plan.params.iter().filter(|p| !matches!(p.form, Form::Scales { .. })) {
+    for param in plan.params.iter().filter(|p| !p.form.is_scales()) {
         let weights: Vec<&str> =
             param.content.weights().iter().map(|w| plan.model.weights[*w as usize].name.as_str()).collect();
         // Kept blocks have a name of their own, made of the parameter's.
         let name = match param.form {
-            Form::Plain | Form::Fp8 { .. } | Form::Scales { .. } => param.name.clone(),
+            Form::Plain | Form::Encoded { .. } | Form::Scales { .. } => param.name.clone(),
             Form::Kept(_) => match param.name.strip_suffix("qweight") {
                 Some(stem) if stem.ends_with(['.', '_']) && weights.iter().all(|w| w.ends_with("weight")) => {
                     format!("{stem}weight")

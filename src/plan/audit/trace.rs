@@ -24,7 +24,7 @@ enum Filling {
 pub(super) fn check(plan: &Plan) -> Result<u64> {
     let mut traced = 0;
     let mut seed = 0x9E37_79B9_7F4A_7C15u64;
-    for param in &plan.params {
+    for param in plan.params.iter().filter(|p| !p.form.is_scales()) {
         for (rank, slice) in param.slices.iter().enumerate() {
             let parts = holdings(plan, param, rank as u64).unwrap_or_default();
             for piece in pieces(plan, param, slice).unwrap_or_default().iter() {
