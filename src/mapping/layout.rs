@@ -8,10 +8,10 @@ use std::collections::{HashMap, HashSet};
 
 use super::expr::{Scope, Value};
 pub(crate) use super::layout_rules::WEIGHT_BLOCK;
-use super::layout_rules::chain;
 pub use super::layout_rules::{
     ConstantRule, DraftRule, DraftRules, EndStage, LayoutRules, ParamRule, TiedRule, for_class,
 };
+use super::layout_rules::{NAMES, chain};
 use super::pattern::Pattern;
 use super::recipe::Weight;
 use super::rules::{ExprText, PinnedDtype};
@@ -111,7 +111,13 @@ pub(super) fn check(layouts: &[LayoutRules]) -> Result<(), String> {
 /// Rules of one layout with their patterns parsed.
 struct Compiled<'a> {
     rules: Vec<CompiledRule<'a>>,
-    constants: Vec<(Pattern, Vec<Pattern>, f32)>,
+    constants: Vec<CompiledConstants<'a>>,
+}
+
+struct CompiledConstants<'a> {
+    after: Pattern,
+    names: Vec<Pattern>,
+    rule: &'a ConstantRule,
 }
 
 struct CompiledRule<'a> {
@@ -153,11 +159,11 @@ impl<'a> Compiled<'a> {
                 return Err(format!("every part of '{}' must use its stack variable", rule.name.text()));
             }
         }
-        let constants = layout
-            .constants
-            .iter()
-            .map(|c| Ok((weight(&c.after)?, c.names.iter().map(|n| name(n)).collect::<Result<_, String>>()?, c.value)))
-            .collect::<Result<_, String>>()?;
+        let constants = layout.constants.iter().map(|rule| {
+            let names = rule.names.iter().map(|n| name(n)).collect::<Result<_, String>>()?;
+            Ok(CompiledConstants { after: weight(&rule.after)?, names, rule })
+        });
+        let constants = constants.collect::<Result<_, String>>()?;
         Ok(Compiled { rules, constants })
     }
 }
@@ -165,16 +171,30 @@ impl<'a> Compiled<'a> {
 /// What conditions of a layout may ask.
 struct LayoutScope<'a> {
     index: &'a HashMap<&'a str, u32>,
-    tp: u32,
-    pp: u32,
+    asked: Asked,
+}
+
+/// What conditions of a layout may ask, beside the weights that there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Asked {
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    /// Number of pipeline stages.
+    pub pp: u32,
+    /// Whether some weights are written as fp8.
+    pub fp8: bool,
+    /// Whether some weights are written as nvfp4.
+    pub nvfp4: bool,
 }
 
 impl Scope for LayoutScope<'_> {
     fn name(&self, name: &str) -> Result<Value, String> {
         match name {
-            "tp" => Ok(Value::Int(self.tp.into())),
-            "pp" => Ok(Value::Int(self.pp.into())),
-            other => Err(format!("'{other}' is not known in a layout; tp and pp are")),
+            "tp" => Ok(Value::Int(self.asked.tp.into())),
+            "pp" => Ok(Value::Int(self.asked.pp.into())),
+            "fp8" => Ok(Value::Bool(self.asked.fp8)),
+            "nvfp4" => Ok(Value::Bool(self.asked.nvfp4)),
+            other => Err(format!("'{other}' is not known in a layout; {} are", NAMES.join(", "))),
         }
     }
     fn has(&self, pattern: &str) -> Result<bool, String> {
@@ -193,8 +213,7 @@ pub fn lay_out(
     layouts: &[LayoutRules],
     layout: &LayoutRules,
     weights: &[Weight],
-    tp: u32,
-    pp: u32,
+    asked: Asked,
 ) -> Result<LaidOut, String> {
     if layout.verbatim {
         let params = weights
@@ -222,8 +241,7 @@ pub fn lay_out(
         claimed: vec![false; weights.len()],
         first_block: weights.iter().position(|w| w.block.is_some()).unwrap_or(0),
         constants_of: without,
-        tp,
-        pp,
+        asked,
         params: Vec::new(),
         left_out: Vec::new(),
         uncovered: Vec::new(),
@@ -260,8 +278,7 @@ struct Layout<'a> {
     first_block: usize,
     /// How many layouts of the chain contribute constants.
     constants_of: usize,
-    tp: u32,
-    pp: u32,
+    asked: Asked,
     params: Vec<ParamSpec>,
     left_out: Vec<(u32, String)>,
     uncovered: Vec<String>,
@@ -318,7 +335,7 @@ impl Layout<'_> {
             for rule in &layout.rules {
                 self.count_steps(rule.parts.len())?;
                 let Some(vars) = rule.parts.iter().find_map(|p| p.capture(name)) else { continue };
-                let scope = LayoutScope { index: &self.index, tp: self.tp, pp: self.pp };
+                let scope = LayoutScope { index: &self.index, asked: self.asked };
                 if let Some(when) = rule.when
                     && !when.0.truth(&scope)?
                 {
@@ -366,12 +383,17 @@ impl Layout<'_> {
         let place = self.place(i);
         for layout in compiled.iter().take(self.constants_of.saturating_add(1)) {
             self.count_steps(layout.constants.len())?;
-            for (after, names, value) in &layout.constants {
+            for CompiledConstants { after, names, rule } in &layout.constants {
                 let Some(vars) = after.capture(&self.weights[i].name) else { continue };
+                let scope = LayoutScope { index: &self.index, asked: self.asked };
+                if let Some(when) = &rule.when
+                    && !when.0.truth(&scope)?
+                {
+                    continue;
+                }
                 for name in names {
-                    let content = Content::Constant(*value);
-                    let name = fill(name, &vars);
-                    self.add(ParamSpec { name, set, place, content, pinned: Some(PinnedDtype::F32) })?;
+                    let (name, content) = (fill(name, &vars), Content::Constant(rule.value));
+                    self.add(ParamSpec { name, set, place, content, pinned: rule.pinned() })?;
                 }
             }
         }

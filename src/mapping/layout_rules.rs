@@ -8,6 +8,8 @@ use super::rules::{ExprText, PinnedDtype};
 
 /// The prefix of a block in the HF checkpoint, and so of `{block}` in a weight's name.
 pub(crate) const WEIGHT_BLOCK: &str = "model.layers.{layer}.";
+/// Names that conditions may ask for.
+pub(super) const NAMES: [&str; 4] = ["tp", "pp", "fp8", "nvfp4"];
 /// Longest chain of `extends` among the layouts of a profile.
 const DEEPEST: usize = 8;
 
@@ -55,7 +57,7 @@ pub struct LayoutRules {
 pub struct ParamRule {
     /// Its name.
     pub name: String,
-    /// Condition; `has('weight')`, `tp` and `pp` may be asked.
+    /// Condition; `has('weight')`, `tp`, `pp`, `fp8` and `nvfp4` may be asked.
     #[serde(default)]
     pub when: Option<ExprText>,
     /// The loop variable whose rounds are stacked along a new axis in front.
@@ -76,8 +78,21 @@ pub struct ConstantRule {
     pub names: Vec<String>,
     /// The weight that they follow; there are as many.
     pub after: String,
-    /// The value, as f32.
+    /// The value.
     pub value: f32,
+    /// Condition, as of a parameter.
+    #[serde(default)]
+    pub when: Option<ExprText>,
+    /// Its dtype is that of weights which no policy gives a form of their own, instead of F32.
+    #[serde(default)]
+    pub follows: bool,
+}
+
+impl ConstantRule {
+    /// The dtype that does not follow the output policy, if there is one.
+    pub fn pinned(&self) -> Option<PinnedDtype> {
+        (!self.follows).then_some(PinnedDtype::F32)
+    }
 }
 
 /// A parameter that is a further copy of a weight where another weight is absent.
@@ -136,10 +151,11 @@ impl LayoutRules {
 
     /// Names and conditions that no model could ever make sense of.
     pub(super) fn check_names(&self) -> Result<(), String> {
-        let whens = self.params.iter().filter_map(|p| p.when.as_ref());
-        for when in whens {
-            if let Some(unknown) = when.0.names().iter().find(|n| !matches!(n.as_str(), "tp" | "pp")) {
-                return Err(format!("'{unknown}' in `{}` is not known in a layout; tp and pp are", when.0.text()));
+        let of_constants = self.constants.iter().filter_map(|c| c.when.as_ref());
+        for when in self.params.iter().filter_map(|p| p.when.as_ref()).chain(of_constants) {
+            if let Some(unknown) = when.0.names().iter().find(|n| !NAMES.contains(&n.as_str())) {
+                let known = NAMES.join(", ");
+                return Err(format!("'{unknown}' in `{}` is not known in a layout; {known} are", when.0.text()));
             }
         }
         let drafted = self.draft.iter().flat_map(|d| &d.params).flat_map(|p| p.from.iter().chain([&p.name]));

@@ -67,9 +67,9 @@ pub struct Nvfp4Rules {
     /// The axes of scales of which a weight has one.
     #[serde(default)]
     pub tensor_scales: TensorScales,
-    /// Stacked experts have an input scale even where activations are not quantized.
+    /// There are input scales even where activations are not quantized.
     #[serde(default)]
-    pub expert_input_scales: bool,
+    pub input_scales: bool,
 }
 
 /// The axes of scales of which each weight of a parameter has one. Those of stacks have axes in any case.

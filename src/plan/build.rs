@@ -11,7 +11,7 @@ use crate::dequant::{Dequantizer, FloatType, Simd};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::{GgmlType, GgufSet, SourceTensor};
-use crate::mapping::layout::{self, Content, LaidOut, ParamSpec, Set};
+use crate::mapping::layout::{self, Asked, Content, LaidOut, ParamSpec, Set};
 use crate::mapping::{CutKind, Format, Model, OutputPolicy, Part, PinnedDtype, Profile, Weight};
 
 /// Most ranks of one tensor-parallel group, and most pipeline stages.
@@ -89,17 +89,6 @@ impl Plan {
         }
         let refused = |why: String| Fault::new(why).file(set.path());
         let stages = stages(&model, pp, &stage_layers).map_err(|why| refused(why).layout())?;
-        let layouts = &profile.rules.layouts;
-        let layout = layout::for_class(layouts, &model.class).ok_or_else(|| {
-            let classes: Vec<&str> = layouts.iter().flat_map(|l| &l.classes).map(String::as_str).collect();
-            let class = if model.class.is_empty() { "without a class (mapping 'raw')" } else { model.class.as_str() };
-            refused(format!("profile '{}' has no layout for a model {class}", profile.rules.name))
-                .expected(format!("one of {}", classes.join(", ")))
-                .remedy("Choose --profile hf, or write a profile with a layout for the class")
-                .layout()
-        })?;
-        let LaidOut { params: specs, left_out } = layout::lay_out(layouts, layout, &model.weights, tp, stages.count())
-            .map_err(|why| refused(format!("profile '{}': {why}", profile.rules.name)).layout())?;
         let sources = set
             .tensors()
             .iter()
@@ -118,12 +107,16 @@ impl Plan {
             mixes_codes: false,
             scale_leaders: Vec::new(),
             sources,
-            params: Vec::with_capacity(specs.len()),
+            params: Vec::new(),
             pieces: Vec::new(),
             files: Vec::new(),
-            left_out,
+            left_out: Vec::new(),
         };
-        plan.mixes_codes = plan.mixes_codes();
+        let asked = plan.asked();
+        plan.mixes_codes = asked.fp8 && asked.nvfp4;
+        let LaidOut { params: specs, left_out } = plan.lay_out(set, asked)?;
+        plan.left_out = left_out;
+        plan.params.reserve(specs.len());
         let mut first_use: Vec<Option<u32>> = vec![None; plan.model.weights.len()];
         let mut size = Size::default();
         for spec in specs {
@@ -157,9 +150,26 @@ impl Plan {
         Ok(plan)
     }
 
+    /// What the profile makes of the model's weights.
+    pub(super) fn lay_out(&self, set: &GgufSet, asked: Asked) -> Result<LaidOut> {
+        let Profile { rules, .. } = &self.profile;
+        let class = self.model.class.as_str();
+        let refused = |why: String| Fault::new(why).file(set.path());
+        let layout = layout::for_class(&rules.layouts, class).ok_or_else(|| {
+            let classes: Vec<&str> = rules.layouts.iter().flat_map(|l| &l.classes).map(String::as_str).collect();
+            let class = if class.is_empty() { "without a class (mapping 'raw')" } else { class };
+            refused(format!("profile '{}' has no layout for a model {class}", rules.name))
+                .expected(format!("one of {}", classes.join(", ")))
+                .remedy("Choose --profile hf, or write a profile with a layout for the class")
+                .layout()
+        })?;
+        layout::lay_out(&rules.layouts, layout, &self.model.weights, asked)
+            .map_err(|why| refused(format!("profile '{}': {why}", rules.name)).layout())
+    }
+
     fn param(&mut self, set: &GgufSet, mut spec: ParamSpec, size: &mut Size) -> Result<Param> {
         let (dtype, form, decoded) = match &spec.content {
-            Content::Constant(_) => (Dtype::F32, Form::Plain, None),
+            Content::Constant(_) => (dtype(set, &self.model, &spec, self.policy.dtype.into())?, Form::Plain, None),
             Content::Joined(_) | Content::Stacked { .. } => self.form(set, &spec)?,
         };
         if let Form::Kept(_) = form {
@@ -405,13 +415,21 @@ pub(super) fn dtype(set: &GgufSet, model: &Model, spec: &ParamSpec, asked: Forma
                 .unsupported());
         }
     }
-    Ok(match (spec.pinned, asked) {
-        (Some(PinnedDtype::F32), _) | (None, Format::F32) => Dtype::F32,
-        (None, Format::Bf16) => Dtype::BF16,
-        (None, Format::F16) => Dtype::F16,
-        (None, Format::Fp8) => Dtype::F8E4M3,
-        (None, Format::Nvfp4 | Format::Keep) => Dtype::U8,
+    Ok(match spec.pinned {
+        Some(PinnedDtype::F32) => Dtype::F32,
+        None => stored(asked),
     })
+}
+
+/// The element type of a form.
+pub(super) fn stored(format: Format) -> Dtype {
+    match format {
+        Format::F32 => Dtype::F32,
+        Format::Bf16 => Dtype::BF16,
+        Format::F16 => Dtype::F16,
+        Format::Fp8 => Dtype::F8E4M3,
+        Format::Nvfp4 | Format::Keep => Dtype::U8,
+    }
 }
 
 /// The dtype of a type that can be handed on as it is.

@@ -12,13 +12,13 @@
 //! Grids of scales are cut and joined with their weights, so a block never lies on two ranks or in two parts: every cut and
 //! every boundary between joined parts is between blocks. Only the last part may end within a block of fp8.
 
-use super::build::{Held, Size};
+use super::build::{Held, Size, stored};
 use super::share::share;
 use super::{Code, Form, Origin, Param, Piece, Plan, Scale, Shape, Slice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
-use crate::mapping::{Content, Matrix, ParamSpec, PinnedDtype, TensorScales, Weight, layout};
+use crate::mapping::{Content, Matrix, ParamSpec, PinnedDtype, TensorScales, Weight};
 
 /// What a name ends with to which a scale of a weight belongs.
 const WEIGHT: &str = "weight";
@@ -78,7 +78,7 @@ impl Plan {
         let vocab = self.profile.rules.vocab;
         let code_of = |w: &Weight| self.ruled(w).filter(|_| w.pinned != Some(PinnedDtype::F32))?.code();
         let codes: Vec<Option<Code>> = self.model.weights.iter().map(code_of).collect();
-        let followed = self.followed();
+        let followed = self.followed(set);
         let fits = |n: u64| {
             self.model.weights.iter().enumerate().all(|(i, w)| match (share(&w.cut, &w.shape, n, 0, vocab), codes[i]) {
                 (Err(_), _) => false,
@@ -103,13 +103,9 @@ impl Plan {
     }
 
     /// By weight, whether another part follows it in a parameter.
-    fn followed(&self) -> Vec<bool> {
+    fn followed(&self, set: &GgufSet) -> Vec<bool> {
         let mut followed = vec![false; self.model.weights.len()];
-        let layouts = &self.profile.rules.layouts;
-        let laid_out = layout::for_class(layouts, &self.model.class).and_then(|layout| {
-            layout::lay_out(layouts, layout, &self.model.weights, self.tp, self.stages.count()).ok()
-        });
-        for spec in laid_out.iter().flat_map(|laid_out| &laid_out.params) {
+        for spec in self.lay_out(set, self.asked()).iter().flat_map(|laid_out| &laid_out.params) {
             let parts = spec.content.parts().max(1);
             let before_last = spec.content.weights().iter().enumerate().filter(|(i, _)| i % parts + 1 < parts);
             before_last.for_each(|(_, weight)| followed[*weight as usize] = true);
@@ -125,9 +121,7 @@ impl Plan {
             Code::Fp8 => {}
             Code::Nvfp4 => {
                 all.push(self.scales(param, code, Scale::Weight, size)?);
-                let rules = self.profile.rules.nvfp4.unwrap_or_default();
-                let stacked = matches!(param.content, Content::Stacked { .. });
-                if self.nvfp4.input_scales.is_some() || (rules.expert_input_scales && stacked) {
+                if self.nvfp4.input_scales.is_some() || self.profile.rules.nvfp4.unwrap_or_default().input_scales {
                     let mut inputs = self.scales(param, code, Scale::Input, size)?;
                     self.fill_inputs(set, &mut inputs)?;
                     all.push(inputs);
@@ -141,6 +135,10 @@ impl Plan {
     fn scales(&self, param: &Param, code: Code, kind: Scale, size: &mut Size) -> Result<Param> {
         let dtype = match kind {
             Scale::Block => code.scale_dtype(),
+            // Where vLLM does not look at them, those of linear modules have the model's dtype.
+            Scale::Input if self.nvfp4.input_scales.is_none() && matches!(param.content, Content::Joined(_)) => {
+                stored(self.policy.dtype.into())
+            }
             Scale::Weight | Scale::Input => Dtype::F32,
         };
         let axes = |axes: &[u64]| match kind {

@@ -5,6 +5,7 @@ use crate::dtype::Dtype;
 use crate::encode::{fp8, nvfp4};
 use crate::error::{Fault, Result};
 use crate::gguf::{GgmlType, GgufSet};
+use crate::mapping::layout::Asked;
 use crate::mapping::{Format, Matrix, ParamSpec, Weight};
 
 /// What the name of a module says that holds experts.
@@ -168,10 +169,10 @@ impl Plan {
         policy.format(&self.model.class, weight, self.types(weight))
     }
 
-    /// Whether some weights are in fp8 and others in nvfp4: stacks then expect the scales of fp8 as ModelOpt has them.
-    pub(super) fn mixes_codes(&self) -> bool {
+    /// What conditions of layouts may ask.
+    pub(super) fn asked(&self) -> Asked {
         let has = |format| self.model.weights.iter().any(|weight| self.ruled(weight) == Some(format));
-        self.forms.is_some() && has(Format::Fp8) && has(Format::Nvfp4)
+        Asked { tp: self.tp, pp: self.stages.count(), fp8: has(Format::Fp8), nvfp4: has(Format::Nvfp4) }
     }
 
     /// The form that the output policy gives a parameter. All its weights must agree, and the stack must load it.

@@ -42,7 +42,7 @@ pub(super) fn check(plan: &Plan) -> Result<()> {
 /// The form that the policy gives the first of a parameter's weights, by a reading of the rules of the audit's own.
 pub(super) fn format(plan: &Plan, param: &Param) -> Format {
     let first = param.content.weights().first().and_then(|w| plan.model.weights.get(*w as usize));
-    first.map_or(Format::F32, |weight| of_weight(plan, weight))
+    first.map_or(Format::from(plan.policy.dtype), |weight| of_weight(plan, weight))
 }
 
 /// The form that a parameter is stored in: blocks that are to be kept, but cannot be, are decoded.

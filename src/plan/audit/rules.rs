@@ -86,7 +86,7 @@ fn sayings(layouts: &[LayoutRules], layout: &LayoutRules) -> Vec<Said> {
             for rule in &layout.constants {
                 let bits = rule.value.to_bits();
                 let names = rule.names.iter().filter_map(|n| name(n).ok());
-                let pinned = Some(PinnedDtype::F32);
+                let pinned = rule.pinned();
                 all.extend(names.map(|name| Said { set, name, content: Saying::Constant(bits), pinned }));
             }
         }

@@ -2,6 +2,7 @@
 
 use super::fault;
 use super::forms::of_weight;
+use crate::dequant::FloatType;
 use crate::dtype::Dtype;
 use crate::error::{Fault, Result};
 use crate::mapping::{Content, Format, Matrix, TensorScales};
@@ -9,9 +10,7 @@ use crate::plan::{Code, Form, InputScales, Origin, Param, ParamCut, Plan, Scale}
 
 /// The scales that an encoded parameter has, by the rules, and where in the plan they are.
 pub(super) fn of<'a>(plan: &'a Plan, param: &'a Param) -> impl Iterator<Item = (Scale, usize)> + 'a {
-    let inputs = plan.nvfp4.input_scales.is_some()
-        || (plan.profile.rules.nvfp4.is_some_and(|rules| rules.expert_input_scales)
-            && matches!(param.content, Content::Stacked { .. }));
+    let inputs = plan.nvfp4.input_scales.is_some() || plan.profile.rules.nvfp4.is_some_and(|rules| rules.input_scales);
     let (first, kinds) = match param.form {
         Form::Plain | Form::Kept(_) | Form::Scales { .. } => (0, &[][..]),
         Form::Encoded { code: Code::Fp8, scales } => (scales, &[Scale::Block][..]),
@@ -35,8 +34,15 @@ pub(super) fn linked(plan: &Plan, index: usize, code: Code, scales: u32) -> Resu
         };
         let wrong = |rank: usize, found: String| Err(fault(held, rank, found).audit());
         let dtype = match (kind, code) {
-            (Scale::Block, Code::Fp8) | (Scale::Weight | Scale::Input, _) => Dtype::F32,
             (Scale::Block, Code::Nvfp4) => Dtype::F8E4M3,
+            (Scale::Input, _) if plan.nvfp4.input_scales.is_none() && matches!(param.content, Content::Joined(_)) => {
+                match plan.policy.dtype {
+                    FloatType::F32 => Dtype::F32,
+                    FloatType::BF16 => Dtype::BF16,
+                    FloatType::F16 => Dtype::F16,
+                }
+            }
+            (Scale::Block, Code::Fp8) | (Scale::Weight | Scale::Input, _) => Dtype::F32,
         };
         if held.form != (Form::Scales { of: index as u32, kind }) || held.dtype != dtype {
             return wrong(0, format!("the scales of '{}' are {:?} in {}", param.name, held.form, held.dtype));
