@@ -14,6 +14,11 @@ const FIELD: &str = "quantization_config";
 pub(super) const FILE: &str = "hf_quant_config.json";
 /// The policy whose forms a stack expects of a checkpoint in fp8, unless it is told otherwise.
 const EXPECTED: &str = "deepseek-fp8";
+/// A part of a module that vLLM joins, and that module: its draft models do not know the one by the other.
+const JOINED: (&str, &str) = (".q_a_proj", ".fused_qkv_a_proj");
+/// The head of a block for multi-token prediction, which stacks make whether there are weights for it or not; and what vLLM
+/// calls it when it looks here.
+const MTP_HEADS: [&str; 2] = ["shared_head.head", "head"];
 /// What every block's modules are below.
 const LAYERS: [&str; 2] = ["model", "layers"];
 
@@ -162,11 +167,13 @@ impl<'a> Modules<'a> {
 
     /// By module, what its weights have; a block's experts are one.
     fn algorithms(&self) -> Json {
-        let of = |(name, code): (&&str, &Code)| {
-            let name = experts(name).unwrap_or(name).to_owned();
-            (name, json!({ "quant_algo": self.of_code(*code), "group_size": code.block().cols }))
-        };
-        self.coded.iter().map(of).collect::<Map<String, Json>>().into()
+        let mut all = Map::new();
+        for (name, code) in &self.coded {
+            let algorithm = json!({ "quant_algo": self.of_code(*code), "group_size": code.block().cols });
+            let names = [Some(experts(name).unwrap_or(name).to_owned()), joined(name)];
+            all.extend(names.into_iter().flatten().map(|name| (name, algorithm.clone())));
+        }
+        all.into()
     }
 
     /// The other modules with matrices. Where all modules below another are, that one with a `*`.
@@ -175,23 +182,32 @@ impl<'a> Modules<'a> {
         self.coded.keys().for_each(|name| above.extend(prefixes(name)));
         let matrices = self.plan.model.weights.iter().filter(|weight| weight.shape.len() == 2);
         let names = matrices.map(|weight| module(&weight.name)).filter(|name| !self.coded.contains_key(name));
-        names
-            .map(|name| {
-                let whole = prefixes(name).find(|prefix| !above.contains(prefix)).unwrap_or(name);
-                let numbered = whole.ends_with(|c: char| c.is_ascii_digit());
-                match whole == name {
-                    true => name.to_owned(),
-                    // Block 1 is not block 10.
-                    false => format!("{whole}{}", if numbered { ".*" } else { "*" }),
-                }
-            })
-            .collect()
+        let mut names: BTreeSet<String> =
+            names.flat_map(|name| [Some(name.to_owned()), joined(name)]).flatten().collect();
+        let blocks = self.plan.model.weights.iter().filter(|weight| weight.mtp).filter_map(|weight| weight.block);
+        names.extend(blocks.flat_map(|block| MTP_HEADS.map(|head| format!("{}.{block}.{head}", LAYERS.join(".")))));
+        let listed = |name: &String| {
+            let whole = prefixes(name).find(|prefix| !above.contains(prefix)).unwrap_or(name);
+            let numbered = whole.ends_with(|c: char| c.is_ascii_digit());
+            match whole == name {
+                true => name.clone(),
+                // Block 1 is not block 10.
+                false => format!("{whole}{}", if numbered { ".*" } else { "*" }),
+            }
+        };
+        names.iter().map(listed).collect()
     }
 }
 
 /// The module of a weight.
 fn module(weight: &str) -> &str {
     weight.strip_suffix(".weight").unwrap_or(weight)
+}
+
+/// The module that vLLM makes of this one and others.
+fn joined(module: &str) -> Option<String> {
+    let (part, whole) = JOINED;
+    module.strip_suffix(part).map(|stem| format!("{stem}{whole}"))
 }
 
 /// The module of which an expert's module is one of many.

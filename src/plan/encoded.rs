@@ -14,7 +14,7 @@
 
 use super::build::{Held, Size, stored};
 use super::share::share;
-use super::{Code, Form, Origin, Param, Piece, Plan, Scale, Shape, Slice};
+use super::{Code, Form, Origin, Param, ParamCut, Piece, Plan, Scale, Shape, Slice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
@@ -183,7 +183,13 @@ impl Plan {
     fn fill_inputs(&mut self, set: &GgufSet, param: &mut Param) -> Result<()> {
         let mut last: Option<std::ops::Range<u32>> = None;
         let weights = param.content.weights().to_vec();
-        let by_expert = param.cut == super::ParamCut::Expert;
+        let by_expert = param.cut == ParamCut::Expert;
+        if by_expert && self.tp > 1 && self.nvfp4.input_scales.is_some() {
+            let found =
+                "input scales of experts that ranks hold whole: some kernels want those of all experts on every rank";
+            let fault = Fault::new(found).file(set.path()).tensor(&param.name);
+            return Err(fault.remedy("Leave out --ep, or --input-scales").layout());
+        }
         for (rank, slice) in param.slices.iter_mut().enumerate() {
             if let Some(same) = last.as_ref().filter(|_| !by_expert) {
                 slice.pieces = same.clone();
