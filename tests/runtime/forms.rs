@@ -1,0 +1,121 @@
+//! Output policies straight from a source: what comes is what a conversion writes, and no buffer is too small for it.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use ggshard::convert::Request;
+use ggshard::dequant::FloatType;
+use ggshard::gguf::GgmlType;
+use ggshard::runtime::{RankOptions, Set, Source, WeightOptions};
+
+use super::folders::{converted_by, deepseek, glm};
+use super::gguf_writer::GgufBuilder;
+use super::parse;
+use super::stream::{collect, small};
+
+/// Budgets and threads that must not matter.
+const WAYS: [(usize, u64); 6] = [(1, 0), (1, 1 << 30), (2, 1), (8, 0), (8, 60_000), (33, 1)];
+
+/// The request of a conversion, as options of a rank.
+fn of(request: &Request, rank: u32, weights: WeightOptions) -> RankOptions {
+    let Request { profile, tp, dtype, policy, keep_or, .. } = request.clone();
+    RankOptions { profile, tp, rank, weights: WeightOptions { dtype, policy, keep_or, ..weights }, ..Default::default() }
+}
+
+#[test]
+fn encoded_and_kept_weights_are_those_of_a_folder() {
+    for path in [glm(), deepseek()] {
+        let source = Source::open(&path).unwrap();
+        for tp in [1, 2] {
+            let plain = Request { tp, ..Request::default() };
+            let vllm = Request { profile: "vllm-0.32".into(), ..plain.clone() };
+            let keep = Request { keep_or: Some(FloatType::F16), ..plain.clone() };
+            for (request, dtype) in [(plain, "fp8"), (vllm, "fp8"), (keep, "keep")] {
+                let request = request.typed(dtype, None).unwrap();
+                let folder = converted_by(&path, &request);
+                for rank in 0..tp {
+                    for (set, draft) in [(Set::Main, false), (Set::Draft, true)] {
+                        let own = |name: &str| tp == 1 || name.contains(&format!("rank-{rank}-"));
+                        let expected = parse(folder.path(), |name| own(name) && name.starts_with("mtp/") == draft);
+                        assert!(expected.len() > 10 || draft);
+                        for (threads, memory) in WAYS {
+                            let options = RankOptions { set: Some(set), ..of(&request, rank, small(threads, memory)) };
+                            let found = collect(source.rank(options).unwrap(), set);
+                            assert!(found == expected, "{dtype} {tp} {rank} {set:?}: {threads} threads, {memory} bytes");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A model of weights that are encoded in several steps each, so that their scales come before they are complete.
+fn large() -> (tempfile::TempDir, Source, String) {
+    let temp = tempfile::tempdir().unwrap();
+    let (model, policy) = (temp.path().join("large.gguf"), temp.path().join("all.toml"));
+    let mut file = GgufBuilder::architecture("large");
+    for i in 0..6 {
+        file = file.random(&format!("{i}.weight"), GgmlType::Q8_0, &[16384, 384], i);
+        file = file.f32s(&format!("{i}.norm"), &[64], &[1.0; 64]);
+    }
+    std::fs::write(&model, file.build()).unwrap();
+    let rules = "name = \"all\"\nversion = 1\nabout = \"All of it.\"\n[[rule]]\ndtype = \"fp8\"\n";
+    std::fs::write(&policy, rules).unwrap();
+    let source = Source::open(model).unwrap();
+    (temp, source, policy.to_str().unwrap().to_owned())
+}
+
+#[test]
+fn scales_never_wait_for_their_own_weight() {
+    let (temp, source, policy) = large();
+    let policy = Some(policy);
+    let request = Request { mapping: Some("raw".into()), policy: policy.clone(), ..Request::default() };
+    let folder = converted_by(&temp.path().join("large.gguf"), &request);
+    let expected = parse(folder.path(), |_| true);
+    assert_eq!(expected.len(), 18);
+    for (threads, memory) in WAYS.into_iter().chain([(1, 7_000_000), (8, 7_000_000)]) {
+        let weights = WeightOptions { mapping: Some("raw".into()), policy: policy.clone(), ..small(threads, memory) };
+        let (source, (done, waiting)) = (source.clone(), mpsc::channel());
+        std::thread::spawn(move || done.send(collect(source.weights(weights).unwrap(), Set::Main)));
+        let found = waiting.recv_timeout(Duration::from_secs(60));
+        assert!(found.expect("it stands still, or has failed") == expected, "{threads} threads, {memory} bytes");
+    }
+}
+
+#[test]
+fn a_weight_and_its_scales_come_together_whichever_is_named() {
+    let source = Source::open(glm()).unwrap();
+    let all = collect(source.weights(small(2, 1).typed("fp8", None).unwrap()).unwrap(), Set::Main);
+    let (weight, scales) = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv");
+    for (names, mut expected) in [
+        (vec![weight], vec![weight, scales]),
+        (vec![scales, "model.norm.weight"], vec![weight, scales, "model.norm.weight"]),
+        (vec!["model.norm.weight"], vec!["model.norm.weight"]),
+    ] {
+        let names = Some(names.into_iter().map(str::to_owned).collect());
+        let options = WeightOptions { names, ..small(2, 1) }.typed("fp8", None).unwrap();
+        let some = collect(source.weights(options).unwrap(), Set::Main);
+        expected.sort_unstable();
+        assert!(some.keys().eq(&expected), "{:?}", some.keys());
+        assert!(some.iter().all(|(name, tensor)| all[name] == *tensor));
+    }
+}
+
+#[test]
+fn forms_that_cannot_be_are_refused_before_anything_is_decoded() {
+    let source = Source::open(glm()).unwrap();
+    let keep = WeightOptions::default().typed("keep", None).unwrap();
+    let floats = WeightOptions { keep_or: Some(FloatType::BF16), ..WeightOptions::default() };
+    for (profile, tp, weights, part) in [
+        ("vllm-0.32", 1, keep.clone(), "keep"),
+        ("hf", 4, WeightOptions { keep_or: None, ..keep }, "--keep-or"),
+        ("hf", 1, floats, "--keep-or has no effect"),
+        ("hf", 1, WeightOptions { policy: Some("no-such".into()), ..WeightOptions::default() }, "no-such"),
+    ] {
+        let options = RankOptions { profile: profile.into(), tp, weights, ..RankOptions::default() };
+        let error = source.rank(options).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    assert!(WeightOptions::default().typed("fp8", Some("keep".into())).is_err());
+}
