@@ -293,6 +293,11 @@ impl RankCheckpoint {
         })
     }
 
+    /// The tensor at a place of the plan's order.
+    pub(super) fn at(&self, index: usize) -> Option<Tensor<'_>> {
+        Some(self.view(self.0.tensors.get(index)?))
+    }
+
     pub(super) fn block_type(&self, name: &str) -> Option<GgmlType> {
         let index = self.0.by_name.get(name)?;
         self.0.tensors[*index as usize].blocks

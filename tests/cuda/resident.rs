@@ -4,6 +4,7 @@
 use std::process::Command;
 
 use ggshard::convert::{self, Extras, Output, Request};
+use ggshard::dequant::FloatType;
 use ggshard::engine::Options;
 use ggshard::error::Error;
 use ggshard::runtime::{OpenOptions, RankCheckpoint, RankOptions, Source, WeightOptions};
@@ -61,10 +62,41 @@ fn in_the_child() {
     drop(source.rank_on(options.clone(), 0).unwrap().next().unwrap().unwrap());
     assert!(matches!(source.rank_on(options, 2).err(), Some(Error::Device(_))));
 
-    let folder = tempfile::tempdir().unwrap();
-    let planned = convert::plan(&model, &Request { tp: 2, ..Request::default() }, false).unwrap();
-    convert::convert(&planned, Output::from(folder.path()), Options::default(), &Extras::default(), &|_| {}).unwrap();
-    let checkpoint = RankCheckpoint::open(folder.path(), 1, OpenOptions::default()).unwrap();
+    // Encoded weights are made by the host, and kept ones only moved.
+    for (dtype, memory, threads) in [("fp8", 0, 1), ("fp8", 50_000, 3), ("keep", 0, 2)] {
+        let keep_or = (dtype == "keep").then_some(FloatType::BF16);
+        let weights = WeightOptions { memory, threads, keep_or, ..WeightOptions::default() };
+        let options =
+            RankOptions { tp: 2, rank: 1, weights: weights.typed(dtype, None).unwrap(), ..RankOptions::default() };
+        let host = source.rank(options.clone()).unwrap().map(Result::unwrap);
+        let device = source.rank_on(options, 0).unwrap().map(Result::unwrap);
+        let same = host.zip(device).map(|(want, got)| {
+            assert_eq!((&got.name, got.dtype, &got.shape), (&want.name, want.dtype, &want.shape));
+            assert!(got.memory.read().unwrap() == want.bytes, "{dtype}: '{}'", want.name);
+        });
+        assert!(same.count() > 50);
+    }
+
+    let convert = |request: Request| {
+        let folder = tempfile::tempdir().unwrap();
+        let planned = convert::plan(&model, &request, false).unwrap();
+        let options = Options::default();
+        convert::convert(&planned, Output::from(folder.path()), options, &Extras::default(), &|_| {}).unwrap();
+        let checkpoint = RankCheckpoint::open(folder.path(), 1, OpenOptions { threads: 2, ..OpenOptions::default() });
+        (checkpoint.unwrap(), folder)
+    };
+    let request = Request { tp: 2, ..Request::default() };
+    let kept = Request { keep_or: Some(FloatType::BF16), ..request.clone() }.typed("keep", None).unwrap();
+    let ((checkpoint, _plain), (kept, _kept)) = (convert(request), convert(kept));
+    let mut decoded = kept.decoded_on(FloatType::BF16, 1).unwrap();
+    assert_eq!(decoded.remaining(), checkpoint.len());
+    for (tensor, got) in checkpoint.iter().zip(decoded.by_ref()) {
+        let got = got.unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!((tensor.name, tensor.dtype, tensor.shape), (got.name.as_str(), got.dtype, got.shape.as_slice()));
+        assert!(got.memory.read().unwrap() == tensor.bytes, "{}", tensor.name);
+    }
+    assert!(decoded.next().is_none() && decoded.nonfinite().is_empty());
+    assert!(matches!(kept.decoded_on(FloatType::BF16, 2).err(), Some(Error::Device(_))));
     let loaded = checkpoint.load_to_device(1).unwrap();
     assert_eq!(loaded.len(), checkpoint.len());
     for (tensor, got) in checkpoint.iter().zip(&loaded) {

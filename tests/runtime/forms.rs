@@ -10,8 +10,8 @@ use ggshard::runtime::{RankOptions, Set, Source, WeightOptions};
 
 use super::folders::{converted_by, deepseek, glm};
 use super::gguf_writer::GgufBuilder;
-use super::parse;
 use super::stream::{collect, small};
+use super::{Tensors, parse};
 
 /// Budgets and threads that must not matter.
 const WAYS: [(usize, u64); 6] = [(1, 0), (1, 1 << 30), (2, 1), (8, 0), (8, 60_000), (33, 1)];
@@ -19,7 +19,21 @@ const WAYS: [(usize, u64); 6] = [(1, 0), (1, 1 << 30), (2, 1), (8, 0), (8, 60_00
 /// The request of a conversion, as options of a rank.
 fn of(request: &Request, rank: u32, weights: WeightOptions) -> RankOptions {
     let Request { profile, tp, dtype, policy, keep_or, .. } = request.clone();
-    RankOptions { profile, tp, rank, weights: WeightOptions { dtype, policy, keep_or, ..weights }, ..Default::default() }
+    RankOptions {
+        profile,
+        tp,
+        rank,
+        weights: WeightOptions { dtype, policy, keep_or, ..weights },
+        ..Default::default()
+    }
+}
+
+/// Everything that comes, unless it stands still.
+fn in_time(source: &Source, options: RankOptions) -> Tensors {
+    let set = options.set.unwrap_or(Set::Main);
+    let (source, (done, waiting)) = (source.clone(), mpsc::channel());
+    std::thread::spawn(move || done.send(collect(source.rank(options).unwrap(), set)));
+    waiting.recv_timeout(Duration::from_secs(60)).expect("it stands still, or has failed")
 }
 
 #[test]
@@ -40,8 +54,11 @@ fn encoded_and_kept_weights_are_those_of_a_folder() {
                         assert!(expected.len() > 10 || draft);
                         for (threads, memory) in WAYS {
                             let options = RankOptions { set: Some(set), ..of(&request, rank, small(threads, memory)) };
-                            let found = collect(source.rank(options).unwrap(), set);
-                            assert!(found == expected, "{dtype} {tp} {rank} {set:?}: {threads} threads, {memory} bytes");
+                            let found = in_time(&source, options);
+                            assert!(
+                                found == expected,
+                                "{dtype} {tp} {rank} {set:?}: {threads} threads, {memory} bytes"
+                            );
                         }
                     }
                 }
@@ -76,10 +93,8 @@ fn scales_never_wait_for_their_own_weight() {
     assert_eq!(expected.len(), 18);
     for (threads, memory) in WAYS.into_iter().chain([(1, 7_000_000), (8, 7_000_000)]) {
         let weights = WeightOptions { mapping: Some("raw".into()), policy: policy.clone(), ..small(threads, memory) };
-        let (source, (done, waiting)) = (source.clone(), mpsc::channel());
-        std::thread::spawn(move || done.send(collect(source.weights(weights).unwrap(), Set::Main)));
-        let found = waiting.recv_timeout(Duration::from_secs(60));
-        assert!(found.expect("it stands still, or has failed") == expected, "{threads} threads, {memory} bytes");
+        let options = RankOptions { weights, ..RankOptions::default() };
+        assert!(in_time(&source, options) == expected, "{threads} threads, {memory} bytes");
     }
 }
 
