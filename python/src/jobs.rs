@@ -29,6 +29,15 @@ pub fn float_type(name: &str) -> PyResult<FloatType> {
     }
 }
 
+/// The output type of that name: a float type, or a name that stands for a policy.
+pub fn output_type(name: &str) -> PyResult<String> {
+    let name = name.to_ascii_lowercase();
+    if !POLICIES.contains(&name.as_str()) {
+        float_type(&name)?;
+    }
+    Ok(name)
+}
+
 /// The policy of that name.
 pub fn mtp_policy(name: &str) -> PyResult<MtpPolicy> {
     let all = [MtpPolicy::Keep, MtpPolicy::Drop, MtpPolicy::Only];
@@ -72,10 +81,7 @@ impl Choices {
             return Err(PyValueError::new_err("tp and pp are at least 1"));
         }
         let stage_layers = self.pp_layers.unwrap_or_default();
-        let dtype = self.dtype.to_ascii_lowercase();
-        if !POLICIES.contains(&dtype.as_str()) {
-            float_type(&dtype)?;
-        }
+        let dtype = output_type(&self.dtype)?;
         let request = Request {
             mapping: self.mapping,
             profile: self.profile,

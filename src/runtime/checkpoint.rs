@@ -36,7 +36,7 @@ pub struct OpenOptions {
     pub set: Set,
     /// The pipeline stage; `None` for all of them. The draft model is not divided.
     pub stage: Option<u32>,
-    /// Number of threads that check, prefetch and copy; 0 for one per CPU.
+    /// Number of threads that check, prefetch, copy and decode; 0 for one per CPU.
     pub threads: usize,
 }
 
