@@ -19,6 +19,8 @@ def iter_weights(
     dtype: str = "bf16",
     policy: Optional[Path] = None,
     keep_or: Optional[str] = None,
+    nvfp4_search: bool = False,
+    input_scales: Optional[Path] = None,
     mapping: Optional[str] = None,
     mtp: str = "keep",
     names: Optional[Sequence[str]] = None,
@@ -32,14 +34,14 @@ def iter_weights(
     They are decoded by other threads, ahead of the consumer by at most ``memory`` bytes (and one tensor). Whoever stops
     half-way drops the iterator or calls its ``close()``.
 
-    ``dtype``, ``policy`` and ``keep_or`` are those of :func:`convert`: an encoded weight is followed by its scales, and a kept
+    ``dtype``, ``policy`` and what goes with them are those of :func:`convert`: an encoded weight is followed by its scales, and a kept
     one comes as U8 under the name ``….qweight``.
 
     :param names: only these weights; an encoded weight and its scales come together, whichever is named
     :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
         that becomes shorter ends the process
     """
-    return _ggshard.iter_weights(src, _choices(dtype, policy, keep_or, mapping, mtp, names, threads, memory, allow_nonfinite, io))
+    return _ggshard.iter_weights(src, _choices(dtype, policy, keep_or, nvfp4_search, input_scales, mapping, mtp, names, threads, memory, allow_nonfinite, io))
 
 
 def iter_rank(
@@ -57,6 +59,8 @@ def iter_rank(
     dtype: str = "bf16",
     policy: Optional[Path] = None,
     keep_or: Optional[str] = None,
+    nvfp4_search: bool = False,
+    input_scales: Optional[Path] = None,
     mapping: Optional[str] = None,
     mtp: str = "keep",
     names: Optional[Sequence[str]] = None,
@@ -84,7 +88,7 @@ def iter_rank(
         "moe_pad": moe_pad,
         "set": set,
     }
-    choices = _choices(dtype, policy, keep_or, mapping, mtp, names, threads, memory, allow_nonfinite, io)
+    choices = _choices(dtype, policy, keep_or, nvfp4_search, input_scales, mapping, mtp, names, threads, memory, allow_nonfinite, io)
     return _ggshard.iter_rank(src, layout, choices, ordinal(device))
 
 
@@ -102,6 +106,8 @@ def _choices(
     dtype: str,
     policy: Optional[Path],
     keep_or: Optional[str],
+    nvfp4_search: bool,
+    input_scales: Optional[Path],
     mapping: Optional[str],
     mtp: str,
     names: Optional[Sequence[str]],
@@ -115,6 +121,8 @@ def _choices(
         "dtype": dtype,
         "policy": None if policy is None else os.fspath(policy),
         "keep_or": keep_or,
+        "nvfp4_search": nvfp4_search,
+        "input_scales": None if input_scales is None else os.fspath(input_scales),
         "mtp": mtp,
         "names": names,
         "threads": threads,

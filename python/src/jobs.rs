@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
-use ggshard::convert::{self as conversion, Request};
+use ggshard::convert::{self as conversion, InputScalesFrom, Request};
 use ggshard::dequant::FloatType;
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet, Io, OpenOptions};
@@ -17,7 +17,7 @@ use crate::json::to_dict;
 use crate::watch;
 
 /// Output types of files that are no float types; there is an output policy behind each.
-const POLICIES: [&str; 2] = ["fp8", "keep"];
+const POLICIES: [&str; 3] = ["fp8", "nvfp4", "keep"];
 
 /// The float type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
@@ -36,6 +36,11 @@ pub fn output_type(name: &str) -> PyResult<String> {
         float_type(&name)?;
     }
     Ok(name)
+}
+
+/// Scales of activations from the place of that name.
+pub fn input_scales(place: Option<&str>) -> PyResult<Option<InputScalesFrom>> {
+    place.map(InputScalesFrom::load).transpose().map_err(raise)
 }
 
 /// The policy of that name.
@@ -66,6 +71,8 @@ pub struct Choices {
     dtype: String,
     policy: Option<String>,
     keep_or: Option<String>,
+    nvfp4_search: bool,
+    input_scales: Option<String>,
     mtp: String,
     ep: bool,
     pp: u32,
@@ -87,6 +94,8 @@ impl Choices {
             profile: self.profile,
             tp: self.tp,
             keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
+            nvfp4_search: self.nvfp4_search,
+            input_scales: input_scales(self.input_scales.as_deref())?,
             mtp: mtp_policy(&self.mtp)?,
             part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
             pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },

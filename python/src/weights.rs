@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use crate::checkpoint::set;
 use crate::device::DeviceTensor;
 use crate::errors::raise;
-use crate::jobs::{float_type, mtp_policy, opening, output_type};
+use crate::jobs::{float_type, input_scales, mtp_policy, opening, output_type};
 use crate::tensor::Tensor;
 
 /// Which weights, by keyword.
@@ -24,6 +24,8 @@ pub struct WeightChoices {
     dtype: String,
     policy: Option<String>,
     keep_or: Option<String>,
+    nvfp4_search: bool,
+    input_scales: Option<String>,
     mtp: String,
     names: Option<Vec<String>>,
     threads: usize,
@@ -34,12 +36,20 @@ pub struct WeightChoices {
 
 impl WeightChoices {
     fn options(self) -> PyResult<(WeightOptions, OpenOptions)> {
-        let WeightChoices { mapping, dtype, policy, keep_or, mtp, names, threads, memory, allow_nonfinite, io } = self;
-        let (dtype, mtp, opening) = (output_type(&dtype)?, mtp_policy(&mtp)?, opening(&io)?);
-        let keep_or = keep_or.as_deref().map(float_type).transpose()?;
-        let options =
-            WeightOptions { mapping, keep_or, mtp, names, threads, memory, allow_nonfinite, ..Default::default() };
-        Ok((options.typed(&dtype, policy).map_err(raise)?, opening))
+        let (dtype, opening) = (output_type(&self.dtype)?, opening(&self.io)?);
+        let options = WeightOptions {
+            mapping: self.mapping,
+            keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
+            nvfp4_search: self.nvfp4_search,
+            input_scales: input_scales(self.input_scales.as_deref())?,
+            mtp: mtp_policy(&self.mtp)?,
+            names: self.names,
+            threads: self.threads,
+            memory: self.memory,
+            allow_nonfinite: self.allow_nonfinite,
+            ..WeightOptions::default()
+        };
+        Ok((options.typed(&dtype, self.policy).map_err(raise)?, opening))
     }
 }
 

@@ -177,17 +177,17 @@ def test_no_more_than_a_tensor_at_a_time_is_in_memory(tmp_path):
     assert int(done.stdout) < 3 * each + (16 << 20), f"{int(done.stdout)} bytes, each of {each}"
 
 
-@pytest.mark.parametrize("profile", ["hf", "vllm-0.32"])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("choice", ["fp8", "policy", "keep"])
+@pytest.mark.parametrize(
+    "choice, profile", [(form, profile) for form in ("fp8", "nvfp4", "policy") for profile in ("hf", "vllm-0.32")] + [("keep", "hf")]
+)
 def test_streams_with_a_policy_are_what_convert_writes(tmp_path, choice, tp, profile):
-    if choice == "keep" and profile != "hf":
-        pytest.skip("vLLM's layouts load no kept blocks")
     rules = tmp_path / "some.toml"
     named = 'weights = ["model.layers.{layer}.self_attn.o_proj.weight"]'
     rules.write_text(f'name = "some"\nversion = 1\nabout = "Few."\n[[rule]]\ndtype = "fp8"\nlayers = "0-1"\n{named}\n')
     options = {
         "fp8": {"dtype": "fp8"},
+        "nvfp4": {"dtype": "nvfp4", "nvfp4_search": True},
         "policy": {"dtype": "f16", "policy": rules},
         "keep": {"dtype": "keep", "keep_or": "bf16"},
     }[choice]
@@ -204,7 +204,8 @@ def test_streams_with_a_policy_are_what_convert_writes(tmp_path, choice, tp, pro
             weights = ggshard.iter_weights(GLM, **options)
             assert {name: (t.dtype, t.shape, t.tobytes()) for name, t in weights} == expected
     kinds = {dtype for dtype, _, _ in expected.values()}
-    assert ("U8" if choice == "keep" else "F8_E4M3") in kinds and ("F16" in kinds) == (choice == "policy")
+    wanted = {"fp8": {"F8_E4M3"}, "nvfp4": {"U8", "F8_E4M3"}, "policy": {"F8_E4M3", "F16"}, "keep": {"U8"}}
+    assert wanted[choice] | {"F32"} == kinds - {"BF16"}
 
 
 def test_policies_that_cannot_be_are_refused():

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::resident::{self, DeviceWeights};
 use super::stream::Weights;
-use crate::convert::{self, Request};
+use crate::convert::{self, InputScalesFrom, Request};
 use crate::dequant::FloatType;
 use crate::engine;
 use crate::error::{Fault, Result};
@@ -25,6 +25,10 @@ pub struct WeightOptions {
     pub policy: Option<String>,
     /// The type of weights whose blocks the policy keeps, but a cut goes through; `None` to refuse that.
     pub keep_or: Option<FloatType>,
+    /// Whether nvfp4's scales of blocks are searched by their error instead of taken from the largest value.
+    pub nvfp4_search: bool,
+    /// Where the scales of activations come from, which are then in nvfp4 as well.
+    pub input_scales: Option<InputScalesFrom>,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
     /// Only the parameters of these names (of any set); `None` for all. The order stays the plan's. An encoded weight and
@@ -46,6 +50,8 @@ impl Default for WeightOptions {
             dtype: FloatType::BF16,
             policy: None,
             keep_or: None,
+            nvfp4_search: false,
+            input_scales: None,
             mtp: MtpPolicy::Keep,
             names: None,
             threads: 0,
@@ -173,17 +179,18 @@ impl Source {
             let fault = Fault::new(format!("pipeline stage {stage} of {pp}"));
             return Err(fault.expected(format!("a stage below {pp}")).layout());
         }
-        let WeightOptions { mapping, dtype, policy, keep_or, mtp, names, threads, memory, allow_nonfinite } =
-            options.weights;
-        let mapping = match mapping {
+        let WeightOptions { names, threads, memory, allow_nonfinite, .. } = options.weights;
+        let mapping = match options.weights.mapping {
             Some(name) => Mapping::load(&name)?,
             None => mapping::choose(&self.0)?,
         };
-        let forms = policy.as_deref().map(OutputPolicy::load).transpose()?;
+        let forms = options.weights.policy.as_deref().map(OutputPolicy::load).transpose()?;
         let request = Request {
-            dtype,
-            keep_or,
-            mtp,
+            dtype: options.weights.dtype,
+            keep_or: options.weights.keep_or,
+            nvfp4_search: options.weights.nvfp4_search,
+            input_scales: options.weights.input_scales,
+            mtp: options.weights.mtp,
             tp,
             pp,
             stage_layers: options.stage_layers,

@@ -18,14 +18,9 @@ const WAYS: [(usize, u64); 6] = [(1, 0), (1, 1 << 30), (2, 1), (8, 0), (8, 60_00
 
 /// The request of a conversion, as options of a rank.
 fn of(request: &Request, rank: u32, weights: WeightOptions) -> RankOptions {
-    let Request { profile, tp, dtype, policy, keep_or, .. } = request.clone();
-    RankOptions {
-        profile,
-        tp,
-        rank,
-        weights: WeightOptions { dtype, policy, keep_or, ..weights },
-        ..Default::default()
-    }
+    let Request { profile, tp, dtype, policy, keep_or, nvfp4_search, .. } = request.clone();
+    let weights = WeightOptions { dtype, policy, keep_or, nvfp4_search, ..weights };
+    RankOptions { profile, tp, rank, weights, ..Default::default() }
 }
 
 /// Everything that comes, unless it stands still.
@@ -36,6 +31,11 @@ fn in_time(source: &Source, options: RankOptions) -> Tensors {
     waiting.recv_timeout(Duration::from_secs(60)).expect("it stands still, or has failed")
 }
 
+fn same(found: &Tensors, expected: &Tensors, way: &str) {
+    let differ: Vec<&String> = expected.keys().filter(|name| found.get(*name) != expected.get(*name)).collect();
+    assert!(differ.is_empty() && found.len() == expected.len(), "{way}: {differ:?}");
+}
+
 #[test]
 fn encoded_and_kept_weights_are_those_of_a_folder() {
     for path in [glm(), deepseek()] {
@@ -44,7 +44,10 @@ fn encoded_and_kept_weights_are_those_of_a_folder() {
             let plain = Request { tp, ..Request::default() };
             let vllm = Request { profile: "vllm-0.32".into(), ..plain.clone() };
             let keep = Request { keep_or: Some(FloatType::F16), ..plain.clone() };
-            for (request, dtype) in [(plain, "fp8"), (vllm, "fp8"), (keep, "keep")] {
+            let searched = Request { nvfp4_search: true, ..plain.clone() };
+            for (request, dtype) in
+                [(plain, "fp8"), (vllm.clone(), "fp8"), (searched, "nvfp4"), (vllm, "nvfp4"), (keep, "keep")]
+            {
                 let request = request.typed(dtype, None).unwrap();
                 let folder = converted_by(&path, &request);
                 for rank in 0..tp {
@@ -55,10 +58,8 @@ fn encoded_and_kept_weights_are_those_of_a_folder() {
                         for (threads, memory) in WAYS {
                             let options = RankOptions { set: Some(set), ..of(&request, rank, small(threads, memory)) };
                             let found = in_time(&source, options);
-                            assert!(
-                                found == expected,
-                                "{dtype} {tp} {rank} {set:?}: {threads} threads, {memory} bytes"
-                            );
+                            let way = format!("{dtype} {tp} {rank} {set:?}: {threads} threads, {memory} bytes");
+                            same(&found, &expected, &way);
                         }
                     }
                 }
@@ -68,7 +69,7 @@ fn encoded_and_kept_weights_are_those_of_a_folder() {
 }
 
 /// A model of weights that are encoded in several steps each, so that their scales come before they are complete.
-fn large() -> (tempfile::TempDir, Source, String) {
+fn large(form: &str) -> (tempfile::TempDir, Source, String) {
     let temp = tempfile::tempdir().unwrap();
     let (model, policy) = (temp.path().join("large.gguf"), temp.path().join("all.toml"));
     let mut file = GgufBuilder::architecture("large");
@@ -77,7 +78,7 @@ fn large() -> (tempfile::TempDir, Source, String) {
         file = file.f32s(&format!("{i}.norm"), &[64], &[1.0; 64]);
     }
     std::fs::write(&model, file.build()).unwrap();
-    let rules = "name = \"all\"\nversion = 1\nabout = \"All of it.\"\n[[rule]]\ndtype = \"fp8\"\n";
+    let rules = format!("name = \"all\"\nversion = 1\nabout = \"All of it.\"\n[[rule]]\ndtype = \"{form}\"\n");
     std::fs::write(&policy, rules).unwrap();
     let source = Source::open(model).unwrap();
     (temp, source, policy.to_str().unwrap().to_owned())
@@ -85,35 +86,42 @@ fn large() -> (tempfile::TempDir, Source, String) {
 
 #[test]
 fn scales_never_wait_for_their_own_weight() {
-    let (temp, source, policy) = large();
-    let policy = Some(policy);
-    let request = Request { mapping: Some("raw".into()), policy: policy.clone(), ..Request::default() };
-    let folder = converted_by(&temp.path().join("large.gguf"), &request);
-    let expected = parse(folder.path(), |_| true);
-    assert_eq!(expected.len(), 18);
-    for (threads, memory) in WAYS.into_iter().chain([(1, 7_000_000), (8, 7_000_000)]) {
-        let weights = WeightOptions { mapping: Some("raw".into()), policy: policy.clone(), ..small(threads, memory) };
-        let options = RankOptions { weights, ..RankOptions::default() };
-        assert!(in_time(&source, options) == expected, "{threads} threads, {memory} bytes");
+    for (form, tensors) in [("fp8", 18), ("nvfp4", 24)] {
+        let (temp, source, policy) = large(form);
+        let policy = Some(policy);
+        let request = Request { mapping: Some("raw".into()), policy: policy.clone(), ..Request::default() };
+        let folder = converted_by(&temp.path().join("large.gguf"), &request);
+        let expected = parse(folder.path(), |_| true);
+        assert_eq!(expected.len(), tensors);
+        for (threads, memory) in WAYS.into_iter().chain([(1, 7_000_000), (8, 7_000_000)]) {
+            let weights =
+                WeightOptions { mapping: Some("raw".into()), policy: policy.clone(), ..small(threads, memory) };
+            let options = RankOptions { weights, ..RankOptions::default() };
+            same(&in_time(&source, options), &expected, &format!("{form}: {threads} threads, {memory} bytes"));
+        }
     }
 }
 
 #[test]
 fn a_weight_and_its_scales_come_together_whichever_is_named() {
     let source = Source::open(glm()).unwrap();
-    let all = collect(source.weights(small(2, 1).typed("fp8", None).unwrap()).unwrap(), Set::Main);
-    let (weight, scales) = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv");
-    for (names, mut expected) in [
-        (vec![weight], vec![weight, scales]),
-        (vec![scales, "model.norm.weight"], vec![weight, scales, "model.norm.weight"]),
-        (vec!["model.norm.weight"], vec!["model.norm.weight"]),
-    ] {
-        let names = Some(names.into_iter().map(str::to_owned).collect());
-        let options = WeightOptions { names, ..small(2, 1) }.typed("fp8", None).unwrap();
-        let some = collect(source.weights(options).unwrap(), Set::Main);
-        expected.sort_unstable();
-        assert!(some.keys().eq(&expected), "{:?}", some.keys());
-        assert!(some.iter().all(|(name, tensor)| all[name] == *tensor));
+    let module = "model.layers.1.mlp.experts.2.up_proj";
+    for (dtype, scales) in [("fp8", &["weight_scale_inv"][..]), ("nvfp4", &["weight_scale", "weight_scale_2"])] {
+        let all = collect(source.weights(small(2, 1).typed(dtype, None).unwrap()).unwrap(), Set::Main);
+        let own: Vec<String> = ["weight"].iter().chain(scales).map(|leaf| format!("{module}.{leaf}")).collect();
+        let norm = "model.norm.weight".to_owned();
+        let mut with_norm = own.clone();
+        with_norm.push(norm.clone());
+        for (names, expected) in [
+            (vec![own[0].clone()], &own),
+            (vec![own[own.len() - 1].clone(), norm.clone()], &with_norm),
+            (vec![norm.clone()], &vec![norm]),
+        ] {
+            let options = WeightOptions { names: Some(names), ..small(2, 1) }.typed(dtype, None).unwrap();
+            let some = collect(source.weights(options).unwrap(), Set::Main);
+            assert!(some.keys().eq(expected), "{:?}", some.keys());
+            assert!(some.iter().all(|(name, tensor)| all[name] == *tensor), "{dtype}");
+        }
     }
 }
 
