@@ -207,7 +207,8 @@ impl RankCheckpoint {
     }
 
     /// As [`RankCheckpoint::decoded`], in memory of the CUDA device of this number: blocks are sent there and decoded where
-    /// they stay; other tensors are copied.
+    /// they stay; other tensors are copied. Buffers of up to 96 MiB of pinned memory, and as much of the device's, are held
+    /// beside the tensors.
     ///
     /// # Errors
     ///
