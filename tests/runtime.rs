@@ -8,6 +8,8 @@ mod gguf_writer;
 
 #[path = "runtime/blocks.rs"]
 mod blocks;
+#[path = "runtime/forms.rs"]
+mod forms;
 #[path = "runtime/open.rs"]
 mod open;
 #[path = "runtime/stream.rs"]

@@ -22,12 +22,13 @@ from .errors import (
     UnsupportedError,
 )
 from ._ggshard import DeviceTensor, Tensor, WeightIterator, __version__
-from .checkpoint import RankCheckpoint, open_rank
+from .checkpoint import Blocks, RankCheckpoint, open_rank
 from .jobs import convert, inspect, plan, seal, verify
 from .weights import iter_rank, iter_weights
 
 __all__ = [
     "AuditError",
+    "Blocks",
     "CheckpointError",
     "ContainerError",
     "ContradictionError",

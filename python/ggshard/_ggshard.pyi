@@ -155,6 +155,15 @@ class Rank:
         """Raises ``CheckpointError`` unless the folder was made for these numbers of ranks and stages and this profile."""
     def prefetch(self) -> int:
         """Reads every byte of this rank's files into memory, in parallel, and gives their number."""
+    def blocks(self, name: str) -> Optional[tuple[str, str, tuple[int, ...]]]: ...
+    def decode(self, name: str, dtype: str = "bf16", *, allow_nonfinite: bool = False) -> Tensor:
+        """Kept blocks decoded to ``"bf16"``, ``"f16"`` or ``"f32"``: the bytes that a conversion to that type writes.
+
+        In parallel on the CPU, into memory of their own; other Python threads run meanwhile.
+
+        :param allow_nonfinite: let NaN, infinite and overflowing values through
+        """
+    def iter_decoded(self, dtype: str, allow_nonfinite: bool, device: Optional[int]) -> WeightIterator: ...
     def names(self) -> list[str]:
         """The tensors' names in the plan's order."""
     def __len__(self) -> int: ...
@@ -163,7 +172,7 @@ class Rank:
 
 @final
 class WeightIterator(Iterator[tuple[str, Tensor]]):
-    """Names and tensors, decoded ahead. Any thread may take the next; each is given once."""
+    """Names and tensors, decoded as they are asked for, or ahead. Any thread may take the next; each is given once."""
 
     @property
     def warnings(self) -> list[str]:

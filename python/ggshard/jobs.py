@@ -26,6 +26,8 @@ def plan(
     dtype: str = "bf16",
     policy: Optional[Path] = None,
     keep_or: Optional[str] = None,
+    nvfp4_search: bool = False,
+    input_scales: Optional[Path] = None,
     mtp: str = "keep",
     ep: bool = False,
     pp: int = 1,
@@ -38,7 +40,8 @@ def plan(
 
     With ``header_only`` the source is a header whose tensor data is not there.
     """
-    choices = _choices(tp, profile, mapping, dtype, policy, keep_or, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    nvfp4 = {"nvfp4_search": nvfp4_search, "input_scales": None if input_scales is None else os.fspath(input_scales)}
+    choices = _choices(tp, profile, mapping, dtype, policy, keep_or, mtp, ep, pp, pp_layers, moe_pad, part_size, nvfp4)
     return _ggshard.plan(src, choices, header_only)
 
 
@@ -52,6 +55,8 @@ def convert(
     dtype: str = "bf16",
     policy: Optional[Path] = None,
     keep_or: Optional[str] = None,
+    nvfp4_search: bool = False,
+    input_scales: Optional[Path] = None,
     mtp: str = "keep",
     ep: bool = False,
     pp: int = 1,
@@ -77,9 +82,13 @@ def convert(
     :param profile: the layout: a built-in profile or a TOML file
     :param mapping: the names: a built-in mapping or a TOML file; by default the one that fits the file
     :param dtype: ``"bf16"``, ``"f16"`` or ``"f32"``: output type of weights that are not pinned to another; ``"fp8"`` is
-        ``policy="deepseek-fp8"`` and ``"keep"`` is ``policy="keep"``, both with bf16 for the other weights
+        ``policy="deepseek-fp8"``, ``"nvfp4"`` is ``policy="modelopt-nvfp4"`` and ``"keep"`` is ``policy="keep"``, each with bf16
+        for the other weights
     :param policy: which weights are written in which form: a built-in output policy or a TOML file
     :param keep_or: a float type for weights whose blocks are to be kept, but are cut through; by default that is refused
+    :param nvfp4_search: choose the scale of each block of nvfp4 by the error that it leaves; slower
+    :param input_scales: scales of activations for nvfp4 in weights and activations: a checkpoint that ModelOpt calibrated, or
+        ``"source"`` for a GGUF that has them; by default weights alone are in nvfp4
     :param mtp: ``"keep"``, ``"drop"`` or ``"only"``: what becomes of multi-token-prediction blocks
     :param ep: ranks hold whole experts instead of a slice of every expert
     :param pp: number of pipeline stages; ``pp_layers`` gives the blocks of each instead
@@ -104,7 +113,8 @@ def convert(
     All or nothing: on any error, on Ctrl-C, and when ``progress`` raises before everything is done, nothing remains in
     ``out``; with ``resume``, files that are finished remain, in a folder that no stack takes for a checkpoint.
     """
-    choices = _choices(tp, profile, mapping, dtype, policy, keep_or, mtp, ep, pp, pp_layers, moe_pad, part_size)
+    nvfp4 = {"nvfp4_search": nvfp4_search, "input_scales": None if input_scales is None else os.fspath(input_scales)}
+    choices = _choices(tp, profile, mapping, dtype, policy, keep_or, mtp, ep, pp, pp_layers, moe_pad, part_size, nvfp4)
     ending = {"resume": resume, "same_source": same_source, "seal": seal, "hash_source": hash_source, "direct": direct}
     return _ggshard.convert(src, out, choices, ranks, threads, device, config, allow_nonfinite, io, ending, progress)
 
@@ -152,8 +162,10 @@ def _choices(
     pp_layers: Optional[Sequence[int]],
     moe_pad: Optional[int],
     part_size: Optional[int],
+    nvfp4: dict[str, Any],
 ) -> dict[str, Any]:
     return {
+        **nvfp4,
         "tp": tp,
         "profile": profile,
         "mapping": mapping,

@@ -4,6 +4,7 @@ A plugin of the group ``vllm.general_plugins``: vLLM finds it once both packages
 
 - The model is a folder that ``ggshard convert --profile vllm-…`` wrote. Each rank maps its own files, and its tensors must
   be exactly the parameters of the model that vLLM built: every name, shape and type, nothing missing, nothing left over.
+  Kept blocks are decoded into their parameters.
 - The model is a folder with ``config.json`` and tokenizer, and ``--model-loader-extra-config '{"gguf": "model.gguf"}'``
   names the weights. They are decoded on the fly and pass through the model's own loader; afterwards no value of any
   parameter may be left unset.
@@ -97,13 +98,7 @@ class GgshardLoader(BaseModelLoader):
             set="draft" if draft else "main",
             stage=None if draft or pipeline.world_size == 1 else pipeline.rank_in_group,
         )
-        pairs = match(checkpoint, model)
-        # Reading ahead of the copies, in parallel.
-        ahead = threading.Thread(target=checkpoint.prefetch, daemon=True)
-        ahead.start()
-        for name, place in pairs:
-            place.copy_(checkpoint[name].torch())
-        ahead.join()
+        load(checkpoint, model)
 
     def _check_launch(self, folder: Path) -> None:
         """Compares what the folder was made for with what vLLM was started for."""
@@ -203,14 +198,18 @@ def _inside(place: Place, other: Place) -> bool:
 
 
 def match(checkpoint: RankCheckpoint, model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """For each tensor of the checkpoint, the model's tensor that takes it. Refuses unless the two sets are the same."""
+    """For each tensor of the checkpoint, the model's tensor that takes it. Refuses unless the two sets are the same.
+
+    Kept blocks are the weight that they decode to, in whatever float type the model has it.
+    """
     state = places(model)
     by_name = {name: place for place in state for name in place.names}
     taken: dict[int, str] = {}
     pairs: list[tuple[str, torch.Tensor]] = []
     wrong: list[str] = []
     for name in checkpoint:
-        place = by_name.get(name)
+        blocks = checkpoint.blocks(name)
+        place = by_name.get(blocks.weight if blocks else name)
         if place is None:
             wrong.append(f"'{name}': the model has no such parameter")
             continue
@@ -219,9 +218,12 @@ def match(checkpoint: RankCheckpoint, model: torch.nn.Module) -> list[tuple[str,
             continue
         taken[id(place)] = name
         held = checkpoint[name].torch()
-        if held.shape != place.tensor.shape:
-            wrong.append(f"'{name}': shape {list(held.shape)}, the model's is {list(place.tensor.shape)}")
-        if held.dtype != place.tensor.dtype:
+        shape = blocks.shape if blocks else tuple(held.shape)
+        if shape != tuple(place.tensor.shape):
+            wrong.append(f"'{name}': shape {list(shape)}, the model's is {list(place.tensor.shape)}")
+        if blocks and place.tensor.dtype not in _DTYPES:
+            wrong.append(f"'{name}': blocks of {blocks.type}, the model's is {place.tensor.dtype}")
+        if not blocks and held.dtype != place.tensor.dtype:
             wrong.append(f"'{name}': {held.dtype}, the model's is {place.tensor.dtype}")
         pairs.append((name, place.tensor))
     wrong += [f"'{min(place.names)}': not in the folder" for place in state if id(place) not in taken]
@@ -233,6 +235,19 @@ def match(checkpoint: RankCheckpoint, model: torch.nn.Module) -> list[tuple[str,
             "the profile, dtype and config.json of the model that vLLM is to serve",
         )
     return pairs
+
+
+def load(checkpoint: RankCheckpoint, model: torch.nn.Module) -> None:
+    """Fills the model's tensors with the checkpoint's. Kept blocks are decoded, one tensor at a time."""
+    pairs = match(checkpoint, model)
+    # Reading ahead of the copies, in parallel.
+    ahead = threading.Thread(target=checkpoint.prefetch, daemon=True)
+    ahead.start()
+    for name, place in pairs:
+        kept = checkpoint.blocks(name) is not None
+        tensor = checkpoint.decode(name, _DTYPES[place.dtype]) if kept else checkpoint[name]
+        place.copy_(tensor.torch())
+    ahead.join()
 
 
 def refuse(file: Path, wrong: list[str], remedy: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """Weights decoded from a GGUF on the fly, without a folder in between."""
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -16,6 +17,10 @@ def iter_weights(
     src: Path,
     *,
     dtype: str = "bf16",
+    policy: Optional[Path] = None,
+    keep_or: Optional[str] = None,
+    nvfp4_search: bool = False,
+    input_scales: Optional[Path] = None,
     mapping: Optional[str] = None,
     mtp: str = "keep",
     names: Optional[Sequence[str]] = None,
@@ -29,11 +34,14 @@ def iter_weights(
     They are decoded by other threads, ahead of the consumer by at most ``memory`` bytes (and one tensor). Whoever stops
     half-way drops the iterator or calls its ``close()``.
 
-    :param names: only these weights
+    ``dtype``, ``policy`` and what goes with them are those of :func:`convert`: an encoded weight is followed by its scales, and a kept
+    one comes as U8 under the name ``….qweight``.
+
+    :param names: only these weights; an encoded weight and its scales come together, whichever is named
     :param io: ``"pread"`` or ``"mmap"``: how the source's bytes are fetched; ``"auto"`` is ``"pread"``, since a mapped file
         that becomes shorter ends the process
     """
-    return _ggshard.iter_weights(src, _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite, io))
+    return _ggshard.iter_weights(src, _choices(dtype, policy, keep_or, nvfp4_search, input_scales, mapping, mtp, names, threads, memory, allow_nonfinite, io))
 
 
 def iter_rank(
@@ -49,6 +57,10 @@ def iter_rank(
     moe_pad: Optional[int] = None,
     set: Optional[str] = None,
     dtype: str = "bf16",
+    policy: Optional[Path] = None,
+    keep_or: Optional[str] = None,
+    nvfp4_search: bool = False,
+    input_scales: Optional[Path] = None,
     mapping: Optional[str] = None,
     mtp: str = "keep",
     names: Optional[Sequence[str]] = None,
@@ -76,11 +88,11 @@ def iter_rank(
         "moe_pad": moe_pad,
         "set": set,
     }
-    choices = _choices(dtype, mapping, mtp, names, threads, memory, allow_nonfinite, io)
-    return _ggshard.iter_rank(src, layout, choices, _ordinal(device))
+    choices = _choices(dtype, policy, keep_or, nvfp4_search, input_scales, mapping, mtp, names, threads, memory, allow_nonfinite, io)
+    return _ggshard.iter_rank(src, layout, choices, ordinal(device))
 
 
-def _ordinal(device: str) -> Optional[int]:
+def ordinal(device: str) -> Optional[int]:
     """The number of a CUDA device; ``None`` for the CPU."""
     kind, _, number = device.partition(":")
     if device == "cpu":
@@ -92,6 +104,10 @@ def _ordinal(device: str) -> Optional[int]:
 
 def _choices(
     dtype: str,
+    policy: Optional[Path],
+    keep_or: Optional[str],
+    nvfp4_search: bool,
+    input_scales: Optional[Path],
     mapping: Optional[str],
     mtp: str,
     names: Optional[Sequence[str]],
@@ -103,6 +119,10 @@ def _choices(
     return {
         "mapping": mapping,
         "dtype": dtype,
+        "policy": None if policy is None else os.fspath(policy),
+        "keep_or": keep_or,
+        "nvfp4_search": nvfp4_search,
+        "input_scales": None if input_scales is None else os.fspath(input_scales),
         "mtp": mtp,
         "names": names,
         "threads": threads,

@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ggshard::runtime::{OpenOptions, RankCheckpoint, Set, SharedTensor, Verify};
+use ggshard::runtime::{Blocks, DecodeOptions, OpenOptions, RankCheckpoint, Set, SharedTensor, Verify};
 use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyList, PyTuple};
 
 use crate::errors::raise;
+use crate::jobs::float_type;
 use crate::tensor::Tensor;
+use crate::weights::{Stream, WeightIterator};
 
 /// The set of that name.
 pub fn set(name: &str) -> PyResult<Set> {
@@ -32,6 +34,15 @@ impl AsRef<[u8]> for Mapped {
 /// An open rank. What every mapping has beside these methods is added in `ggshard/checkpoint.py`.
 #[pyclass(frozen, subclass, module = "ggshard._ggshard")]
 pub struct Rank(RankCheckpoint);
+
+/// What blocks are, for Python.
+type Described<'py> = (String, &'static str, Bound<'py, PyTuple>);
+
+impl Rank {
+    fn known(&self, name: &str) -> PyResult<()> {
+        self.0.get(name).map(drop).ok_or_else(|| PyKeyError::new_err(name.to_owned()))
+    }
+}
 
 #[pymethods]
 impl Rank {
@@ -138,6 +149,44 @@ impl Rank {
         let tensor = self.0.shared(name).ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
         let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
         Ok(Tensor::new(Arc::new(Mapped(tensor)), dtype, shape))
+    }
+
+    /// Of kept blocks, the weight's name, the ggml type and the weight's shape; `None` of other tensors.
+    fn blocks<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Option<Described<'py>>> {
+        self.known(name)?;
+        let described = |blocks: Blocks<'_>| Ok((blocks.weight, blocks.ty.name(), PyTuple::new(py, &blocks.shape)?));
+        self.0.blocks(name).map(described).transpose()
+    }
+
+    /// Kept blocks decoded to ``"bf16"``, ``"f16"`` or ``"f32"``: the bytes that a conversion to that type writes.
+    ///
+    /// In parallel on the CPU, into memory of their own; other Python threads run meanwhile.
+    ///
+    /// :param allow_nonfinite: let NaN, infinite and overflowing values through
+    #[pyo3(signature = (name, dtype = "bf16", *, allow_nonfinite = false))]
+    fn decode(&self, py: Python<'_>, name: &str, dtype: &str, allow_nonfinite: bool) -> PyResult<Tensor> {
+        self.known(name)?;
+        let dtype = float_type(dtype)?;
+        let options = DecodeOptions { dtype, allow_nonfinite };
+        let bytes = py.detach(|| self.0.decode(name, options)).map_err(raise)?;
+        let shape = self.0.blocks(name).map(|blocks| blocks.shape).unwrap_or_default();
+        Ok(Tensor::new(Arc::new(bytes), dtype.into(), shape))
+    }
+
+    /// Every tensor, kept blocks decoded, in host memory or on a device.
+    #[pyo3(signature = (dtype, allow_nonfinite, device))]
+    fn iter_decoded(
+        &self,
+        py: Python<'_>,
+        dtype: &str,
+        allow_nonfinite: bool,
+        device: Option<u32>,
+    ) -> PyResult<WeightIterator> {
+        let options = DecodeOptions { dtype: float_type(dtype)?, allow_nonfinite };
+        WeightIterator::new(py, || match device {
+            Some(device) => self.0.decoded_on(options, device).map(Stream::RankOnDevice),
+            None => Ok(Stream::Rank(self.0.decoded(options))),
+        })
     }
 
     /// The names in the plan's order.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
-use ggshard::convert::{self as conversion, Request};
+use ggshard::convert::{self as conversion, InputScalesFrom, Request};
 use ggshard::dequant::FloatType;
 use ggshard::engine;
 use ggshard::gguf::{Description, GgufSet, Io, OpenOptions};
@@ -17,7 +17,7 @@ use crate::json::to_dict;
 use crate::watch;
 
 /// Output types of files that are no float types; there is an output policy behind each.
-const POLICIES: [&str; 2] = ["fp8", "keep"];
+const POLICIES: [&str; 3] = ["fp8", "nvfp4", "keep"];
 
 /// The float type of that name.
 pub fn float_type(name: &str) -> PyResult<FloatType> {
@@ -27,6 +27,20 @@ pub fn float_type(name: &str) -> PyResult<FloatType> {
         "f32" => Ok(FloatType::F32),
         _ => Err(PyValueError::new_err(format!("dtype is '{name}'; expected 'bf16', 'f16' or 'f32'"))),
     }
+}
+
+/// The output type of that name: a float type, or a name that stands for a policy.
+pub fn output_type(name: &str) -> PyResult<String> {
+    let name = name.to_ascii_lowercase();
+    if !POLICIES.contains(&name.as_str()) {
+        float_type(&name)?;
+    }
+    Ok(name)
+}
+
+/// Scales of activations from the place of that name.
+pub fn input_scales(place: Option<&str>) -> PyResult<Option<InputScalesFrom>> {
+    place.map(InputScalesFrom::load).transpose().map_err(raise)
 }
 
 /// The policy of that name.
@@ -57,6 +71,8 @@ pub struct Choices {
     dtype: String,
     policy: Option<String>,
     keep_or: Option<String>,
+    nvfp4_search: bool,
+    input_scales: Option<String>,
     mtp: String,
     ep: bool,
     pp: u32,
@@ -72,15 +88,14 @@ impl Choices {
             return Err(PyValueError::new_err("tp and pp are at least 1"));
         }
         let stage_layers = self.pp_layers.unwrap_or_default();
-        let dtype = self.dtype.to_ascii_lowercase();
-        if !POLICIES.contains(&dtype.as_str()) {
-            float_type(&dtype)?;
-        }
+        let dtype = output_type(&self.dtype)?;
         let request = Request {
             mapping: self.mapping,
             profile: self.profile,
             tp: self.tp,
             keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
+            nvfp4_search: self.nvfp4_search,
+            input_scales: input_scales(self.input_scales.as_deref())?,
             mtp: mtp_policy(&self.mtp)?,
             part_size: self.part_size.unwrap_or(conversion::PART_SIZE),
             pp: if stage_layers.is_empty() { self.pp } else { stage_layers.len() as u32 },

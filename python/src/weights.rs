@@ -1,16 +1,19 @@
-//! Weights decoded from a GGUF while they are consumed.
+//! Weights decoded while they are consumed: from a GGUF, or from the blocks that a rank's files keep.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ggshard::gguf::OpenOptions;
-use ggshard::runtime::{DeviceLoaded, DeviceWeights, Loaded, RankOptions, Source, WeightOptions, Weights};
+use ggshard::runtime::{
+    DecodedTensor, DecodedTensors, DeviceDecoded, DeviceLoaded, DeviceWeights, Loaded, RankOptions, Source,
+    WeightOptions, Weights,
+};
 use pyo3::prelude::*;
 
 use crate::checkpoint::set;
 use crate::device::DeviceTensor;
 use crate::errors::raise;
-use crate::jobs::{float_type, mtp_policy, opening};
+use crate::jobs::{float_type, input_scales, mtp_policy, opening, output_type};
 use crate::tensor::Tensor;
 
 /// Which weights, by keyword.
@@ -19,6 +22,10 @@ use crate::tensor::Tensor;
 pub struct WeightChoices {
     mapping: Option<String>,
     dtype: String,
+    policy: Option<String>,
+    keep_or: Option<String>,
+    nvfp4_search: bool,
+    input_scales: Option<String>,
     mtp: String,
     names: Option<Vec<String>>,
     threads: usize,
@@ -29,9 +36,20 @@ pub struct WeightChoices {
 
 impl WeightChoices {
     fn options(self) -> PyResult<(WeightOptions, OpenOptions)> {
-        let WeightChoices { mapping, dtype, mtp, names, threads, memory, allow_nonfinite, io } = self;
-        let (dtype, mtp) = (float_type(&dtype)?, mtp_policy(&mtp)?);
-        Ok((WeightOptions { mapping, dtype, mtp, names, threads, memory, allow_nonfinite }, opening(&io)?))
+        let (dtype, opening) = (output_type(&self.dtype)?, opening(&self.io)?);
+        let options = WeightOptions {
+            mapping: self.mapping,
+            keep_or: self.keep_or.as_deref().map(float_type).transpose()?,
+            nvfp4_search: self.nvfp4_search,
+            input_scales: input_scales(self.input_scales.as_deref())?,
+            mtp: mtp_policy(&self.mtp)?,
+            names: self.names,
+            threads: self.threads,
+            memory: self.memory,
+            allow_nonfinite: self.allow_nonfinite,
+            ..WeightOptions::default()
+        };
+        Ok((options.typed(&dtype, self.policy).map_err(raise)?, opening))
     }
 }
 
@@ -72,36 +90,68 @@ impl RankChoices {
 #[pyclass(frozen, module = "ggshard._ggshard")]
 pub struct WeightIterator(Mutex<Option<Stream>>);
 
-/// Where the parameters come to be.
-enum Stream {
+/// What is decoded, and where it comes to be.
+pub enum Stream {
+    /// A GGUF, in memory of the host.
     Host(Weights),
+    /// A GGUF, in memory of a device.
     Device(DeviceWeights),
+    /// A rank's files, in memory of the host.
+    Rank(DecodedTensors),
+    /// A rank's files, in memory of a device.
+    RankOnDevice(DeviceDecoded),
 }
 
 impl Stream {
-    fn weights(&self) -> &Weights {
+    fn remaining(&self) -> usize {
         match self {
-            Stream::Host(weights) => weights,
-            Stream::Device(weights) => weights.weights(),
+            Stream::Host(weights) => weights.remaining(),
+            Stream::Device(weights) => weights.weights().remaining(),
+            Stream::Rank(tensors) => tensors.remaining(),
+            Stream::RankOnDevice(tensors) => tensors.remaining(),
+        }
+    }
+
+    /// What the user should know. A folder's warnings are in its manifest.
+    fn warnings(&self) -> &[String] {
+        match self {
+            Stream::Host(weights) => weights.warnings(),
+            Stream::Device(weights) => weights.weights().warnings(),
+            Stream::Rank(_) | Stream::RankOnDevice(_) => &[],
         }
     }
 
     fn next(&mut self) -> Option<ggshard::Result<Item>> {
         match self {
-            Stream::Host(weights) => weights.next().map(|next| next.map(Item::Host)),
+            Stream::Host(weights) => weights.next().map(|next| next.map(Item::from)),
             Stream::Device(weights) => weights.next().map(|next| next.map(Item::Device)),
+            Stream::Rank(tensors) => tensors.next().map(|next| next.map(Item::from)),
+            Stream::RankOnDevice(tensors) => tensors.next().map(|next| next.map(Item::Device)),
         }
     }
 }
 
 /// A parameter.
 enum Item {
-    Host(Loaded),
+    Host(String, Tensor),
     Device(DeviceLoaded),
 }
 
+impl From<Loaded> for Item {
+    fn from(Loaded { name, bytes, dtype, shape, .. }: Loaded) -> Self {
+        Item::Host(name, Tensor::new(Arc::new(bytes), dtype, shape))
+    }
+}
+
+impl From<DecodedTensor> for Item {
+    fn from(DecodedTensor { name, bytes, dtype, shape }: DecodedTensor) -> Self {
+        Item::Host(name, Tensor::new(Arc::new(bytes), dtype, shape))
+    }
+}
+
 impl WeightIterator {
-    fn new(py: Python<'_>, start: impl FnOnce() -> ggshard::Result<Stream> + Send) -> PyResult<Self> {
+    /// An iterator over what `start` begins.
+    pub fn new(py: Python<'_>, start: impl FnOnce() -> ggshard::Result<Stream> + Send) -> PyResult<Self> {
         py.detach(start).map(|stream| WeightIterator(Mutex::new(Some(stream)))).map_err(raise)
     }
 }
@@ -116,9 +166,7 @@ impl WeightIterator {
         let next = py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut().and_then(Stream::next));
         Ok(match next.transpose().map_err(raise)? {
             None => None,
-            Some(Item::Host(Loaded { name, bytes, dtype, shape, .. })) => {
-                Some((name, Py::new(py, Tensor::new(Arc::new(bytes), dtype, shape))?.into_any()))
-            }
+            Some(Item::Host(name, tensor)) => Some((name, Py::new(py, tensor)?.into_any())),
             Some(Item::Device(DeviceLoaded { name, memory, dtype, shape, .. })) => {
                 Some((name, Py::new(py, DeviceTensor::new(memory, dtype, shape))?.into_any()))
             }
@@ -127,15 +175,13 @@ impl WeightIterator {
 
     /// How many are yet to come.
     fn __length_hint__(&self, py: Python<'_>) -> usize {
-        py.detach(|| {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, |s| s.weights().remaining())
-        })
+        py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Stream::remaining))
     }
 
     /// What the user should know, in sentences.
     #[getter]
     fn warnings(&self, py: Python<'_>) -> Vec<String> {
-        let of = |stream: &Stream| stream.weights().warnings().to_vec();
+        let of = |stream: &Stream| stream.warnings().to_vec();
         py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or_else(Vec::new, of))
     }
 

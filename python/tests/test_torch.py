@@ -28,6 +28,17 @@ def test_from_dlpack_keeps_decoded_weights_alive():
     assert taken.reshape(-1).view(torch.uint8).numpy().tobytes() == expected
 
 
+def test_decoded_blocks_are_tensors_of_their_weight(tmp_path):
+    ggshard.convert(DEEPSEEK, tmp_path / "keep", tp=1, dtype="keep")
+    checkpoint = ggshard.open_rank(tmp_path / "keep", 0)
+    name = next(name for name in checkpoint if checkpoint.blocks(name))
+    weight, _, shape = checkpoint.blocks(name)
+    [(_, expected)] = ggshard.iter_weights(DEEPSEEK, names=[weight])
+    for tensor in checkpoint.decode(name), dict(checkpoint.decoded())[weight]:
+        assert tensor.torch().shape == shape and tensor.torch().dtype == torch.bfloat16
+        assert torch.equal(tensor.torch(), expected.torch())
+
+
 def test_weights_on_the_fly_are_a_state_dict():
     class Norm(torch.nn.Module):
         def __init__(self, weight):

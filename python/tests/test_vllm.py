@@ -6,7 +6,7 @@ from conftest import GLM
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from ggshard.vllm import GgshardLoader, match, places  # noqa: E402
+from ggshard.vllm import GgshardLoader, load, match, places  # noqa: E402
 from vllm.config.load import LoadConfig  # noqa: E402
 
 
@@ -34,13 +34,32 @@ def model(checkpoint):
 
 
 def test_every_parameter_gets_its_own_values_by_whatever_name(checkpoint, model):
-    pairs = match(checkpoint, model)
-    assert len(pairs) == len(checkpoint) == len(places(model))
-    for name, place in pairs:
-        place.copy_(checkpoint[name].torch())
+    assert len(match(checkpoint, model)) == len(checkpoint) == len(places(model))
+    load(checkpoint, model)
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor.torch()) for name, tensor in checkpoint.items())
     assert torch.equal(state["a_second_name.weight"], checkpoint["model.norm.weight"].torch())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kept_blocks_are_decoded_into_their_parameters(checkpoint, model, dtype, tmp_path):
+    name = {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
+    for folder, form in ("plain", name), ("keep", "keep"):
+        ggshard.convert(GLM, tmp_path / folder, tp=1, mtp="drop", dtype=form)
+    plain, kept = (ggshard.open_rank(tmp_path / folder, 0) for folder in ("plain", "keep"))
+    blocks = {kept.blocks(name).weight for name in kept if kept.blocks(name)}
+    assert len(blocks) > 20 and blocks < set(plain)
+    for weight in blocks:
+        owner, _, leaf = weight.rpartition(".")
+        owner = model.get_submodule(owner)
+        setattr(owner, leaf, torch.nn.Parameter(getattr(owner, leaf).to(dtype), requires_grad=False))
+    assert len(match(kept, model)) == len(kept)
+    load(kept, model)
+    assert all(torch.equal(model.get_parameter(weight), plain[weight].torch()) for weight in blocks)
+    model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight[1:].char(), requires_grad=False)
+    with pytest.raises(ggshard.CheckpointError, match="blocks of .*, the model's is torch.int8") as caught:
+        match(kept, model)
+    assert "embed_tokens.qweight': shape" in str(caught.value)
 
 
 def test_all_differences_are_named(checkpoint, model):

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::dtype::Dtype;
+
 /// Output dtype of a decoded weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum FloatType {
@@ -40,6 +42,16 @@ impl FloatType {
             FloatType::F32 => 0x7F80_0000,
             FloatType::BF16 => 0x7F7F_8000,
             FloatType::F16 => 0x477F_F000, // 65520.0
+        }
+    }
+}
+
+impl From<FloatType> for Dtype {
+    fn from(ty: FloatType) -> Self {
+        match ty {
+            FloatType::F32 => Dtype::F32,
+            FloatType::BF16 => Dtype::BF16,
+            FloatType::F16 => Dtype::F16,
         }
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod audit;
 mod build;
+mod companions;
 mod encoded;
 mod files;
 mod forms;

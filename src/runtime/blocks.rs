@@ -7,10 +7,26 @@ use crate::dequant::{Dequantizer, FloatType, Nonfinite, Simd};
 use crate::error::{Fault, Result};
 use crate::gguf::GgmlType;
 use crate::plan;
-use crate::threads::{lock, on_threads};
+use crate::threads::{self, lock, on_threads};
 
 /// Elements that a thread decodes at a time, about.
 const TOGETHER: usize = 1 << 20;
+
+/// How kept blocks are decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DecodeOptions {
+    /// The type that their weights get. Tensors that are not kept as blocks have their own.
+    pub dtype: FloatType,
+    /// Whether NaN, infinities and overflows are let through.
+    pub allow_nonfinite: bool,
+}
+
+impl From<FloatType> for DecodeOptions {
+    /// What is not finite is refused.
+    fn from(dtype: FloatType) -> Self {
+        DecodeOptions { dtype, allow_nonfinite: false }
+    }
+}
 
 /// A tensor of quantized blocks, borrowed from its checkpoint. Its name there ends with `qweight`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,9 +84,10 @@ impl RankCheckpoint {
         let block = blocks.ty.block() as usize;
         let count = TOGETHER / block;
         let pieces = blocks.bytes.chunks(count * blocks.ty.block_bytes() as usize);
+        let threads = threads::count(self.threads()).min(pieces.len()).max(1);
         let pieces = Mutex::new(pieces.zip(to.chunks_mut(count * block * dtype.bytes())));
         let found = Mutex::new(Nonfinite::default());
-        on_threads(self.threads(), || {
+        on_threads(threads, || {
             loop {
                 let next = lock(&pieces).next();
                 let Some((from, to)) = next else { return };
@@ -78,17 +95,37 @@ impl RankCheckpoint {
                 *lock(&found) += seen;
             }
         });
-        Ok(crate::threads::into_inner(found))
+        Ok(threads::into_inner(found))
     }
 
     /// Decodes kept blocks into new memory, as [`RankCheckpoint::decode_to`].
     ///
     /// # Errors
     ///
-    /// As there.
-    pub fn decode(&self, name: &str, dtype: FloatType) -> Result<Vec<u8>> {
-        let mut to = vec![0; self.blocks(name).map_or(0, |blocks| blocks.decoded_bytes(dtype))];
-        self.decode_to(name, dtype, &mut to)?;
+    /// As there, and [`Error::Nonfinite`](crate::Error::Nonfinite) for values that are not finite, unless they are allowed.
+    pub fn decode(&self, name: &str, options: impl Into<DecodeOptions>) -> Result<Vec<u8>> {
+        let options = options.into();
+        let blocks = self.blocks(name);
+        let mut to = vec![0; blocks.as_ref().map_or(0, |blocks| blocks.decoded_bytes(options.dtype))];
+        let found = self.decode_to(name, options.dtype, &mut to)?;
+        blocks.map_or(Ok(()), |blocks| self.accept(&blocks, options, found))?;
         Ok(to)
+    }
+
+    /// Refuses what is not finite among decoded values, unless it is allowed.
+    pub(super) fn accept(&self, blocks: &Blocks<'_>, options: DecodeOptions, found: Nonfinite) -> Result<()> {
+        let DecodeOptions { dtype, allow_nonfinite } = options;
+        if allow_nonfinite || !found.any() {
+            return Ok(());
+        }
+        let Nonfinite { nan, inf, overflow } = found;
+        let what = format!("{nan} NaN, {inf} infinite and {overflow} values that overflow {dtype}");
+        let fault = Fault::new(format!("{} blocks that decode to {what}", blocks.ty)).file(self.dir());
+        let remedy = if nan + inf == 0 {
+            "Decode to bf16 or f32, which have the range"
+        } else {
+            "The source of the folder was damaged or made from a damaged model; let the values through with allow_nonfinite"
+        };
+        Err(fault.tensor(&blocks.weight).expected("finite values").remedy(remedy).nonfinite())
     }
 }

@@ -36,7 +36,7 @@ pub struct OpenOptions {
     pub set: Set,
     /// The pipeline stage; `None` for all of them. The draft model is not divided.
     pub stage: Option<u32>,
-    /// Number of threads that check, prefetch and copy; 0 for one per CPU.
+    /// Number of threads that check, prefetch, copy and decode; 0 for one per CPU.
     pub threads: usize,
 }
 
@@ -291,6 +291,11 @@ impl RankCheckpoint {
             map: Arc::clone(&self.0.maps[held.file as usize]),
             range: held.range.clone(),
         })
+    }
+
+    /// The tensor at a place of the plan's order.
+    pub(super) fn at(&self, index: usize) -> Option<Tensor<'_>> {
+        Some(self.view(self.0.tensors.get(index)?))
     }
 
     pub(super) fn block_type(&self, name: &str) -> Option<GgmlType> {

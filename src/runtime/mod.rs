@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! converted folder ─► RankCheckpoint: one rank's files, checked against the manifest, mapped ─► views, prefetch, copies
+//!                                                                                            └► kept blocks, decoded
 //! GGUF ─► Source ─► plan, audited ─► engine ─► Weights: parameters in the plan's order, decoded ahead of the consumer
 //! ```
 //!
@@ -11,14 +12,16 @@
 mod blocks;
 mod buffer;
 mod checkpoint;
+mod decoded;
 mod load;
 mod resident;
 mod source;
 mod stream;
 mod tensor;
 
-pub use blocks::Blocks;
+pub use blocks::{Blocks, DecodeOptions};
 pub use checkpoint::{OpenOptions, RankCheckpoint, Verify};
+pub use decoded::{DecodedBytes, DecodedTensor, DecodedTensors, DeviceDecoded};
 pub use resident::{DeviceLoaded, DeviceWeights};
 pub use source::{RankOptions, Source, WeightOptions};
 pub use stream::{Loaded, WeightSpec, Weights};

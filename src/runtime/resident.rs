@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::checkpoint::RankCheckpoint;
 use super::stream::{Bytes, WeightSpec, Weights};
+use super::tensor::Tensor;
 use crate::cuda::{Device, DriverError, Memory};
 use crate::dtype::Dtype;
-use crate::error::{Fault, Result};
+use crate::error::{Error, Fault, Result};
 use crate::mapping::Set;
 
 /// Opens a device.
@@ -60,22 +61,22 @@ impl RankCheckpoint {
     /// the tensor.
     pub fn load_to_device(&self, device: u32) -> Result<Vec<DeviceLoaded>> {
         let device = open(device)?;
-        let load = |tensor: super::Tensor<'_>| {
-            let copied = Memory::new(&device, tensor.bytes.len()).and_then(|memory| {
-                memory.write(0, tensor.bytes)?;
-                Ok(memory)
-            });
-            let failed = |error: DriverError| {
-                Fault::new(format!("{}: {error}", device.title())).file(self.dir()).tensor(tensor.name).device()
-            };
-            Ok(DeviceLoaded {
-                name: tensor.name.to_owned(),
-                set: self.set(),
-                dtype: tensor.dtype,
-                shape: tensor.shape.to_vec(),
-                memory: copied.map_err(failed)?,
-            })
-        };
-        self.iter().map(load).collect()
+        self.iter().map(|tensor| copy(self, &device, tensor)).collect()
     }
+}
+
+/// Copies a tensor to a device.
+pub(super) fn copy(rank: &RankCheckpoint, device: &Arc<Device>, tensor: Tensor<'_>) -> Result<DeviceLoaded> {
+    let copied = Memory::new(device, tensor.bytes.len()).and_then(|memory| {
+        memory.write(0, tensor.bytes)?;
+        Ok(memory)
+    });
+    let (name, dtype, shape) = (tensor.name.to_owned(), tensor.dtype, tensor.shape.to_vec());
+    let memory = copied.map_err(|error| failed(rank, device, &name, &error))?;
+    Ok(DeviceLoaded { name, set: rank.set(), dtype, shape, memory })
+}
+
+/// What a device did not do for a tensor.
+pub(super) fn failed(rank: &RankCheckpoint, device: &Device, tensor: &str, error: &DriverError) -> Error {
+    Fault::new(format!("{}: {error}", device.title())).file(rank.dir()).tensor(tensor).device()
 }

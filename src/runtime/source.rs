@@ -6,29 +6,38 @@ use std::sync::Arc;
 
 use super::resident::{self, DeviceWeights};
 use super::stream::Weights;
-use crate::convert::{self, Request};
+use crate::convert::{self, InputScalesFrom, Request};
 use crate::dequant::FloatType;
 use crate::engine;
 use crate::error::{Fault, Result};
 use crate::gguf::{self, GgufSet};
-use crate::mapping::{self, Mapping, MtpPolicy, Profile, Set};
-use crate::plan::Plan;
+use crate::mapping::{self, Mapping, MtpPolicy, OutputPolicy, Profile, Set};
+use crate::plan::{Param, Plan};
 
 /// Which weights are decoded, and how.
 #[derive(Debug, Clone)]
 pub struct WeightOptions {
     /// A mapping by name or path; by default the one whose `[match]` fits.
     pub mapping: Option<String>,
-    /// Element type of weights that are not pinned.
+    /// Element type of weights that are not pinned and that the output policy gives no form of its own.
     pub dtype: FloatType,
+    /// An output policy by name or path: which weights are encoded, or come as the blocks that they are in the source.
+    pub policy: Option<String>,
+    /// The type of weights whose blocks the policy keeps, but a cut goes through; `None` to refuse that.
+    pub keep_or: Option<FloatType>,
+    /// Whether nvfp4's scales of blocks are searched by their error instead of taken from the largest value.
+    pub nvfp4_search: bool,
+    /// Where the scales of activations come from, which are then in nvfp4 as well.
+    pub input_scales: Option<InputScalesFrom>,
     /// What becomes of MTP blocks.
     pub mtp: MtpPolicy,
-    /// Only the parameters of these names (of any set); `None` for all. The order stays the plan's.
+    /// Only the parameters of these names (of any set); `None` for all. The order stays the plan's. An encoded weight and
+    /// its scales come together, whichever is named.
     pub names: Option<Vec<String>>,
     /// Number of workers; 0 for one per CPU.
     pub threads: usize,
     /// How many bytes of parameters may be in memory before they are delivered. A parameter that is larger still comes,
-    /// alone. What the consumer keeps does not count.
+    /// alone, or with its scales. What the consumer keeps does not count.
     pub memory: u64,
     /// Whether NaN, infinities and overflows are let through (and counted).
     pub allow_nonfinite: bool,
@@ -39,12 +48,28 @@ impl Default for WeightOptions {
         WeightOptions {
             mapping: None,
             dtype: FloatType::BF16,
+            policy: None,
+            keep_or: None,
+            nvfp4_search: false,
+            input_scales: None,
             mtp: MtpPolicy::Keep,
             names: None,
             threads: 0,
             memory: 1 << 30,
             allow_nonfinite: false,
         }
+    }
+}
+
+impl WeightOptions {
+    /// The options with the output types of these names, as [`Request::typed`] takes them.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn typed(self, dtype: &str, policy: Option<String>) -> Result<Self> {
+        let Request { dtype, policy, .. } = Request::default().typed(dtype, policy)?;
+        Ok(WeightOptions { dtype, policy, ..self })
     }
 }
 
@@ -120,8 +145,8 @@ impl Source {
     ///
     /// # Errors
     ///
-    /// Those of a plan, before anything is decoded, and [`Error::Layout`](crate::Error::Layout) for a name that there is
-    /// not. Whatever goes wrong later is an item.
+    /// Those of a plan and of an output policy, before anything is decoded, and [`Error::Layout`](crate::Error::Layout) for a
+    /// name that there is not. Whatever goes wrong later is an item.
     pub fn weights(&self, options: WeightOptions) -> Result<Weights> {
         self.rank(RankOptions { weights: options, ..RankOptions::default() })
     }
@@ -154,14 +179,18 @@ impl Source {
             let fault = Fault::new(format!("pipeline stage {stage} of {pp}"));
             return Err(fault.expected(format!("a stage below {pp}")).layout());
         }
-        let WeightOptions { mapping, dtype, mtp, names, threads, memory, allow_nonfinite } = options.weights;
-        let mapping = match mapping {
+        let WeightOptions { names, threads, memory, allow_nonfinite, .. } = options.weights;
+        let mapping = match options.weights.mapping {
             Some(name) => Mapping::load(&name)?,
             None => mapping::choose(&self.0)?,
         };
+        let forms = options.weights.policy.as_deref().map(OutputPolicy::load).transpose()?;
         let request = Request {
-            dtype,
-            mtp,
+            dtype: options.weights.dtype,
+            keep_or: options.weights.keep_or,
+            nvfp4_search: options.weights.nvfp4_search,
+            input_scales: options.weights.input_scales,
+            mtp: options.weights.mtp,
             tp,
             pp,
             stage_layers: options.stage_layers,
@@ -169,25 +198,40 @@ impl Source {
             moe_pad: options.moe_pad,
             ..Request::default()
         };
-        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, None, &request)?;
-        if let Some(set) = options.set {
-            plan.params.retain(|param| param.set == set);
-        }
-        if let Some(stage) = stage {
-            plan.params.retain(|param| match param.set {
-                Set::Main => param.stage == stage,
+        let mut plan = convert::audited(&self.0, &mapping, Profile::load(&options.profile)?, forms, &request)?;
+        let held = |param: &Param| {
+            let staged = match param.set {
+                Set::Main => stage.is_none_or(|stage| stage == param.stage),
                 Set::Draft => true,
-            });
+            };
+            staged && options.set.is_none_or(|set| set == param.set)
+        };
+        match names {
+            None => plan.narrow(held),
+            Some(names) => {
+                let names: BTreeSet<String> = names.into_iter().collect();
+                self.check_names(&plan, &held, &names)?;
+                plan.narrow(|param| held(param) && names.contains(&param.name));
+            }
         }
-        if let Some(names) = names {
-            keep(&mut plan, &names, &self.0)?;
-        }
-        narrow(&mut plan);
         let decoder = device.map_or(engine::Device::Cpu, |ordinal| engine::Device::Cuda(vec![ordinal]));
         let engine =
             engine::Options { ranks: vec![rank], threads, allow_nonfinite, device: decoder, ..Default::default() };
         let device = device.map(resident::open).transpose()?;
         Weights::start(Arc::clone(&self.0), plan, rank, engine, memory, device)
+    }
+
+    /// Every name is that of a parameter that is held.
+    fn check_names(&self, plan: &Plan, held: &dyn Fn(&Param) -> bool, names: &BTreeSet<String>) -> Result<()> {
+        let known: BTreeSet<&str> = plan.params.iter().filter(|param| held(param)).map(|p| p.name.as_str()).collect();
+        let mut unknown = names.iter().map(String::as_str).filter(|name| !known.contains(name));
+        let Some(first) = unknown.next() else { return Ok(()) };
+        let others: Vec<&str> = unknown.collect();
+        let found = match others.as_slice() {
+            [] => "the model has no such parameter in this layout".to_owned(),
+            others => format!("the model has no such parameter in this layout, nor {}", others.join(", ")),
+        };
+        Err(Fault::new(found).file(self.0.path()).tensor(first).layout())
     }
 }
 
@@ -195,28 +239,4 @@ impl std::fmt::Debug for Source {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Source").field("path", &self.0.path()).finish_non_exhaustive()
     }
-}
-
-fn keep(plan: &mut Plan, names: &[String], set: &GgufSet) -> Result<()> {
-    let mut unknown: BTreeSet<&str> = names.iter().map(String::as_str).collect();
-    let wanted = unknown.clone();
-    plan.params.retain(|param| {
-        unknown.remove(param.name.as_str());
-        wanted.contains(param.name.as_str())
-    });
-    let Some(first) = unknown.pop_first() else { return Ok(()) };
-    let others: Vec<&str> = unknown.into_iter().collect();
-    let found = match others.as_slice() {
-        [] => "the model has no such parameter in this layout".to_owned(),
-        others => format!("the model has no such parameter in this layout, nor {}", others.join(", ")),
-    };
-    Err(Fault::new(found).file(set.path()).tensor(first).layout())
-}
-
-/// Takes from an audited plan what has no meaning without files.
-fn narrow(plan: &mut Plan) {
-    // Decoding two parameters in one pass would keep the later one in memory until its turn.
-    plan.params.iter_mut().for_each(|param| param.joins = None);
-    // They list parameters by an index that may have changed.
-    plan.files.clear();
 }

@@ -5,7 +5,8 @@
 //! ```
 //!
 //! A parameter may begin when it fits the budget beside those that are in memory, or when it is the next to be
-//! delivered. Tiles begin in the plan's order, so the tiles of the next one are with workers that never wait.
+//! delivered. Tiles begin in the plan's order, so the tiles of the next one are with workers that never wait: what such a
+//! tile makes beside it, the scales of an encoded weight, may begin as well.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -70,6 +71,8 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     budget: u64,
+    /// For each parameter, the one that it is made together with ([`Plan::made_with`]).
+    made_with: Vec<u32>,
     /// The device in whose memory parameters come to be; none for the host's.
     device: Option<Arc<cuda::Device>>,
 }
@@ -168,7 +171,9 @@ impl Weights {
         };
         let slots = specs.iter().map(slot).collect::<Result<_>>()?;
         let state = State { slots, next: 0, held: 0, stopped: false, outcome: None };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), budget: memory, device });
+        let made_with = (0..plan.params.len() as u32).map(|index| plan.made_with(index)).collect();
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let shared = Arc::new(Shared { state, changed, budget: memory, made_with, device });
         let warnings = plan.model.warnings.clone();
         let runner = {
             let shared = Arc::clone(&shared);
@@ -332,7 +337,8 @@ impl Shared {
             match state.slots.get(param) {
                 Some(Slot::Filling(room, _)) => return Ok(room.clone()),
                 Some(&Slot::Waiting(bytes)) => {
-                    if param == state.next || state.held.saturating_add(bytes) <= self.budget {
+                    let is_next = self.made_with[param] as usize <= state.next;
+                    if is_next || state.held.saturating_add(bytes) <= self.budget {
                         let room = Room::new(bytes, self.device.as_ref())?;
                         state.held += bytes;
                         state.slots[param] = Slot::Filling(room.clone(), bytes);

@@ -1,14 +1,18 @@
 //! Parameters that stay on the device. The library loads its driver once, so a child process does the work: this very
 //! program, asked for the one test below that is ignored otherwise.
 
+use std::path::Path;
 use std::process::Command;
 
 use ggshard::convert::{self, Extras, Output, Request};
+use ggshard::dequant::FloatType;
 use ggshard::engine::Options;
 use ggshard::error::Error;
+use ggshard::gguf::GgmlType;
 use ggshard::runtime::{OpenOptions, RankCheckpoint, RankOptions, Source, WeightOptions};
 
 use super::double::{Double, fixture};
+use super::gguf_writer::GgufBuilder;
 
 /// Runs the ignored test with a double.
 fn child(settings: &str) -> (bool, String) {
@@ -24,8 +28,11 @@ fn child(settings: &str) -> (bool, String) {
 
 #[test]
 fn parameters_on_a_device_are_those_of_the_host() {
-    let (passed, text) = child("devices=2");
-    assert!(passed, "{text}");
+    // With little memory of the device, lanes are so small that a tensor goes in several runs of blocks.
+    for settings in ["devices=2", "devices=2,device_bytes=16000000"] {
+        let (passed, text) = child(settings);
+        assert!(passed, "{settings}: {text}");
+    }
 }
 
 #[test]
@@ -61,10 +68,50 @@ fn in_the_child() {
     drop(source.rank_on(options.clone(), 0).unwrap().next().unwrap().unwrap());
     assert!(matches!(source.rank_on(options, 2).err(), Some(Error::Device(_))));
 
-    let folder = tempfile::tempdir().unwrap();
-    let planned = convert::plan(&model, &Request { tp: 2, ..Request::default() }, false).unwrap();
-    convert::convert(&planned, Output::from(folder.path()), Options::default(), &Extras::default(), &|_| {}).unwrap();
-    let checkpoint = RankCheckpoint::open(folder.path(), 1, OpenOptions::default()).unwrap();
+    // Encoded weights are made by the host, and kept ones only moved.
+    for (dtype, memory, threads) in [("fp8", 0, 1), ("nvfp4", 50_000, 3), ("keep", 0, 2)] {
+        let keep_or = (dtype == "keep").then_some(FloatType::BF16);
+        let weights = WeightOptions { memory, threads, keep_or, ..WeightOptions::default() };
+        let options =
+            RankOptions { tp: 2, rank: 1, weights: weights.typed(dtype, None).unwrap(), ..RankOptions::default() };
+        let host = source.rank(options.clone()).unwrap().map(Result::unwrap);
+        let device = source.rank_on(options, 0).unwrap().map(Result::unwrap);
+        let same = host.zip(device).map(|(want, got)| {
+            assert_eq!((&got.name, got.dtype, &got.shape), (&want.name, want.dtype, &want.shape));
+            assert!(got.memory.read().unwrap() == want.bytes, "{dtype}: '{}'", want.name);
+        });
+        assert!(same.count() > 50);
+    }
+
+    let convert = |model: &Path, request: Request, rank: u32| {
+        let folder = tempfile::tempdir().unwrap();
+        let planned = convert::plan(model, &request, false).unwrap();
+        let options = Options::default();
+        convert::convert(&planned, Output::from(folder.path()), options, &Extras::default(), &|_| {}).unwrap();
+        let checkpoint = RankCheckpoint::open(folder.path(), rank, OpenOptions { threads: 2, ..Default::default() });
+        (checkpoint.unwrap(), folder)
+    };
+    let large = tempfile::tempdir().unwrap();
+    let path = large.path().join("large.gguf");
+    let file = GgufBuilder::architecture("large").random("0.weight", GgmlType::Q8_0, &[2048, 1100], 3);
+    std::fs::write(&path, file.build()).unwrap();
+    let raw = Request { mapping: Some("raw".into()), ..Request::default() };
+    for (model, request, rank) in [(&path, raw, 0), (&model, Request { tp: 2, ..Request::default() }, 1)] {
+        let keep_or = (model != &path).then_some(FloatType::BF16);
+        let keep = Request { keep_or, ..request.clone() }.typed("keep", None).unwrap();
+        let ((plain, _plain), (kept, _kept)) = (convert(model, request, rank), convert(model, keep, rank));
+        let mut decoded = kept.decoded_on(FloatType::BF16, 1).unwrap();
+        assert_eq!(decoded.remaining(), plain.len());
+        for (tensor, got) in plain.iter().zip(decoded.by_ref()) {
+            let got = got.unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!((tensor.name, tensor.dtype, tensor.shape), (&*got.name, got.dtype, &*got.shape));
+            assert!(got.memory.read().unwrap() == tensor.bytes, "{}", tensor.name);
+        }
+        assert!(decoded.next().is_none() && decoded.nonfinite().is_empty());
+        assert!(matches!(kept.decoded_on(FloatType::BF16, 2).err(), Some(Error::Device(_))));
+    }
+
+    let (checkpoint, _folder) = convert(&model, Request { tp: 2, ..Request::default() }, 1);
     let loaded = checkpoint.load_to_device(1).unwrap();
     assert_eq!(loaded.len(), checkpoint.len());
     for (tensor, got) in checkpoint.iter().zip(&loaded) {

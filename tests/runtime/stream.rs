@@ -16,11 +16,11 @@ use super::folders::{converted, converted_by, deepseek, glm};
 use super::gguf_writer::GgufBuilder;
 use super::{Tensors, parse, vllm};
 
-fn small(threads: usize, memory: u64) -> WeightOptions {
+pub fn small(threads: usize, memory: u64) -> WeightOptions {
     WeightOptions { threads, memory, ..WeightOptions::default() }
 }
 
-fn collect(weights: Weights, set: Set) -> Tensors {
+pub fn collect(weights: Weights, set: Set) -> Tensors {
     let specs = weights.specs().to_vec();
     let loaded: Vec<Loaded> = weights.map(Result::unwrap).collect();
     assert_eq!(specs.len(), loaded.len());

@@ -61,10 +61,10 @@ def python(log, *args, longest=LONGEST):
     return text, time.monotonic() - begin
 
 
-def engine(folder, load_format, **extra):
-    """An engine that is to be started: settings of the load format by keyword."""
+def engine(folder, load_format, overrides=None, **extra):
+    """An engine that is to be started: what replaces fields of config.json, and settings of the load format by keyword."""
     tokenizer = (Path(folder) / "tokenizer.json").exists()
-    return {"model": str(folder), "load_format": load_format, "extra": extra, "tokenizer": tokenizer}
+    return {"model": str(folder), "load_format": load_format, "extra": extra, "tokenizer": tokenizer, "overrides": overrides or {}}
 
 
 def run(out, tp, engines, prompts=PROMPTS):

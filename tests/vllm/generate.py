@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Greedy tokens of real vLLM engines on the CPU: one after the other, in one process.
 
-    generate.py JOBS OUT     JOBS: {"tp", "prompts", "tokens", "engines": [{"model", "load_format", "extra", "tokenizer"}, ...]}
+    generate.py JOBS OUT     JOBS: {"tp", "prompts", "tokens", "engines": [{"model", "load_format", "extra", "tokenizer", "overrides"}, ...]}
 
 OUT becomes a JSON list with one document per engine: tokens (a list per prompt), again (the same asked once more), texts (with
 "tokenizer") and seconds; or, where it did not start, refused: the message of the error. The versions are in each. Prompts are
@@ -33,7 +33,7 @@ def answers(vllm, job, engine):
     llm = vllm.LLM(
         model=engine["model"], tensor_parallel_size=job["tp"], load_format=engine["load_format"],
         model_loader_extra_config=engine["extra"], skip_tokenizer_init=not engine["tokenizer"], enforce_eager=True, dtype="bfloat16",
-        max_model_len=128, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False, disable_log_stats=True,
+        hf_overrides=engine["overrides"], max_model_len=128, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False, disable_log_stats=True,
     )
     started = time.monotonic()
     greedy = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=engine["tokenizer"])

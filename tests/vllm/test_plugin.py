@@ -25,9 +25,10 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama(work):
-    """A folder with llama-BF16.gguf and hf/, the checkpoint it was made of."""
+    """A folder with llama-BF16.gguf, hf/, the checkpoint it was made of, and llama-Q4_K_M.gguf."""
     zstd = subprocess.Popen(["zstd", "-q", "-d", "--long=27", "-c", CORPUS / "models/llama/llama.tar.zst"], stdout=subprocess.PIPE)
-    subprocess.run(["tar", "-x", "-C", work, "llama/hf", "llama/llama-BF16.gguf"], stdin=zstd.stdout, check=True)
+    wanted = ["llama/hf", "llama/llama-BF16.gguf", "llama/llama-Q4_K_M.gguf"]
+    subprocess.run(["tar", "-x", "-C", work, *wanted], stdin=zstd.stdout, check=True)
     assert zstd.wait() == 0
     return work / "llama"
 
@@ -50,6 +51,20 @@ def test_llama_from_a_folder_and_from_a_gguf_gives_the_tokens_of_the_original(wo
     assert len({token for answer in wanted["tokens"] for token in answer}) > 10
     for found in folder_and_gguf(work / f"llama-tp{tp}", llama / "llama-BF16.gguf", llama / "hf", tp, LLAMA_PROMPTS):
         assert found["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_kept_blocks_give_the_tokens_of_a_folder_in_bf16(work, llama, tp):
+    rules = work / "vllm-0.32-keep.toml"
+    rules.write_text(KEEP)
+    options = ["--tp", tp, "--config", llama / "hf"]
+    plain = convert(llama / "llama-Q4_K_M.gguf", work / f"plain-tp{tp}", *options, "--profile", PROFILE)
+    kept = work / f"keep-tp{tp}"
+    convert(llama / "llama-Q4_K_M.gguf", kept, *options, "--profile", rules, "--dtype", "keep", "--keep-or", "bf16")
+    assert sum("blocks" in parameter for parameter in json.loads((kept / "ggshard.json").read_text())["parameters"]) > 5
+    engines = [engine(plain, "ggshard"), engine(kept, "ggshard", overrides={"quantization_config": None})]
+    wanted, found = generate(work / f"keep-tp{tp}.json", tp, engines, LLAMA_PROMPTS)
+    assert found["tokens"] == wanted["tokens"] and len({token for answer in wanted["tokens"] for token in answer}) > 5
 
 
 # Refusals. Each is raised in an engine, and its message names what differs.
@@ -98,6 +113,7 @@ def forge(source, folder, name, axis=None, sealed=True):
     return folder
 
 
+KEEP = 'name = "vllm-0.32-keep"\nversion = 1\nextends = "vllm-0.32-cpu"\nabout = "Blocks."\nchecked = "nothing"\nformats = ["keep"]\n'
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.experts.gate.weight"
 OLD = 'name = "vllm-0.31"\nversion = 1\nextends = "vllm-0.32-cpu"\nabout = "Of another version."\nchecked = "nothing"\n'
 
