@@ -43,7 +43,7 @@ pub(super) fn stated(plan: &Plan, bytes: Vec<u8>, notes: &mut Vec<String>) -> Re
             notes.push(format!("{FIELD} of the given config.json was left out: the weights are written as floats"));
         }
     }
-    Ok(text(&fields).map_err(wrong)?)
+    text(&fields).map_err(wrong)
 }
 
 /// The file beside the weights, for forms that ModelOpt writes.

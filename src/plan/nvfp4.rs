@@ -36,7 +36,7 @@ impl InputScales {
     }
 
     /// The scale of the weight with this name.
-    pub(super) fn of(&self, weight: &str) -> Result<f32, Fault> {
+    pub(super) fn of(&self, weight: &str) -> Result<f32, Box<Fault>> {
         let name = InputScales::name(weight);
         let expected = "a positive number, from a calibration with activations";
         let fault = |found: String| {
@@ -45,11 +45,12 @@ impl InputScales {
                 "Give the scales of a checkpoint that ModelOpt made of this model, or write weights alone as nvfp4",
             )
         };
-        match self.by_name.get(&name) {
-            Some(scale) if scale.is_finite() && *scale > 0.0 => Ok(*scale),
-            Some(scale) => Err(fault(format!("the scale of the activations is {scale}"))),
-            None => Err(fault(format!("no scale of the activations of '{weight}' is given"))),
-        }
+        let found = match self.by_name.get(&name) {
+            Some(scale) if scale.is_finite() && *scale > 0.0 => return Ok(*scale),
+            Some(scale) => format!("the scale of the activations is {scale}"),
+            None => format!("no scale of the activations of '{weight}' is given"),
+        };
+        Err(Box::new(fault(found)))
     }
 }
 

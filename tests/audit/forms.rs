@@ -3,7 +3,7 @@
 use ggshard::dtype::Dtype;
 use ggshard::gguf::GgmlType;
 use ggshard::mapping::{OutputPolicy, Profile, choose, resolve};
-use ggshard::plan::{Form, PlanRequest, Shape};
+use ggshard::plan::{Form, InputScales, Origin, PlanRequest, Scale, Shape};
 
 use super::*;
 
@@ -25,6 +25,10 @@ fn keep() -> Plan {
     formed(GLM, 2, "hf", "keep")
 }
 
+fn nvfp4() -> Plan {
+    formed(DEEPSEEK, 2, "vllm-0.32", "modelopt-nvfp4")
+}
+
 macro_rules! planted {
     ($($name:ident: $plan:expr, $plant:expr => [$($named:expr),+];)*) => {
         $(#[test] fn $name() { refused($plan, $plant, &[$($named),+]); })*
@@ -34,6 +38,11 @@ macro_rules! planted {
 const KV_B: &str = "model.layers.1.self_attn.kv_b_proj.weight";
 const W13: &str = "model.layers.1.mlp.experts.routed_experts.w13_weight";
 const W13_SCALES: &str = "model.layers.1.mlp.experts.routed_experts.w13_weight_scale_inv";
+const W13_CODED: &str = "model.layers.1.mlp.experts.routed_experts.w13_weight_scale";
+const W13_SHARED: &str = "model.layers.1.mlp.experts.routed_experts.w13_weight_scale_2";
+const W13_INPUTS: &str = "model.layers.1.mlp.experts.routed_experts.w13_input_scale";
+const GATE: &str = "model.layers.1.mlp.experts.3.gate_proj.weight";
+const UP: &str = "model.layers.1.mlp.experts.3.up_proj.weight";
 const Q_B: &str = "model.layers.1.self_attn.q_b_proj.qweight";
 
 planted! {
@@ -49,7 +58,7 @@ planted! {
     } => ["w13_scale_inv"];
     scales_that_belong_to_none: fp8(), |p| {
         let at = param(p, W13_SCALES);
-        p.params[at].form = Form::Scales { of: 0 };
+        p.params[at].form = Form::Scales { of: 0, kind: Scale::Block };
     } => [W13_SCALES];
     scales_side_by_side_instead_of_one_above_the_other: fp8(), |p| {
         let at = param(p, W13_SCALES);
@@ -75,6 +84,51 @@ planted! {
         pieces[0].row = pieces[last].row;
         pieces[last].row = first;
     }) => [KV_B];
+
+    scales_of_blocks_for_those_of_weights: nvfp4(), |p| {
+        let (a, b) = (param(p, W13_CODED), param(p, W13_SHARED));
+        p.params.swap(a, b);
+    } => [W13_CODED, W13_SHARED];
+    one_scale_for_two_parts: nvfp4(), |p| {
+        let at = param(p, W13_SHARED);
+        p.params[at].shape = vec![8];
+    } => [W13_SHARED];
+    a_scale_for_each_rank: nvfp4(), |p| {
+        let at = param(p, W13_SHARED);
+        p.params[at].slices[1].shape = Shape::new(&[2, 8]).unwrap();
+    } => [W13_SHARED];
+    gate_and_up_with_a_scale_each: nvfp4(), |p| {
+        let up = p.model.weights.iter().position(|w| w.name == UP).unwrap();
+        p.scale_leaders[up] = up as u32;
+    } => [UP];
+    two_experts_with_one_scale: nvfp4(), |p| {
+        let at = |name: &str| p.model.weights.iter().position(|w| w.name == name).unwrap();
+        let (gate, up, other) = (at(GATE), at(UP), at(&GATE.replace(".3.", ".2.")));
+        p.scale_leaders[gate] = other as u32;
+        p.scale_leaders[up] = other as u32;
+    } => [GATE];
+    a_scale_for_what_has_none: nvfp4(), |p| {
+        let norm = p.model.weights.iter().position(|w| w.name == "model.norm.weight").unwrap();
+        p.scale_leaders[norm] = norm as u32;
+    } => ["model.norm.weight"];
+    gate_and_up_with_a_scale_each_where_stacks_join_them: formed(DEEPSEEK, 1, "hf", "modelopt-nvfp4"), |p| {
+        p.scale_leaders = (0..p.scale_leaders.len() as u32).map(|w| match p.scale_leaders[w as usize] {
+            u32::MAX => u32::MAX,
+            _ => w,
+        }).collect();
+    } => ["up_proj", "gate_proj"];
+    no_scales_of_inputs_where_the_stack_wants_them: nvfp4(), |p| {
+        let at = param(p, W13_INPUTS);
+        p.params.remove(at);
+    } => [W13_INPUTS, "w2_weight"];
+    an_input_scale_other_than_given: nvfp4(), |p| {
+        let at = param(p, W13_INPUTS);
+        let first = p.params[at].slices[0].pieces.start as usize;
+        p.pieces[first].origin = Origin::Fill(0.5);
+    } => [W13_INPUTS];
+    input_scales_that_were_not_given: nvfp4(), |p| {
+        p.nvfp4.input_scales = Some(InputScales::default());
+    } => ["input_scale"];
 
     blocks_said_to_be_of_another_type: keep(), |p| {
         let at = param(p, Q_B);
@@ -102,6 +156,8 @@ fn sound_plans_of_every_form_pass() {
         (GLM, 1, "hf", "deepseek-fp8"),
         (GLM, 2, "vllm-0.32", "deepseek-fp8"),
         (DEEPSEEK, 2, "hf", "deepseek-fp8"),
+        (GLM, 2, "vllm-0.32", "modelopt-nvfp4"),
+        (DEEPSEEK, 4, "hf", "modelopt-nvfp4"),
         (GLM, 4, "hf", "keep"),
         (DEEPSEEK, 1, "hf", "keep"),
     ] {
