@@ -14,6 +14,7 @@
 #
 # Needs cargo (rustup takes the toolchain from rust-toolchain.toml), python3, a C and a C++ compiler; the rest is set up here.
 # GGSHARD_CORPUS=FOLDER lets the Python tests run over that corpus as well (needs zstd).
+# GGSHARD_WIDE=FILE lets them check the low-bit output of that GGUF, a GLM-5 or DeepSeek-V3, at tp 4, 8 and 16 (tests/python/test_wide.py).
 # GGSHARD=PROGRAM has test-vllm and test-ray use a program that is built already.
 
 CARGO  ?= cargo

@@ -5,11 +5,15 @@
 mod folders;
 #[path = "common/gguf_writer.rs"]
 mod gguf_writer;
+#[path = "common/golden.rs"]
+mod golden;
 
 #[path = "runtime/blocks.rs"]
 mod blocks;
 #[path = "runtime/forms.rs"]
 mod forms;
+#[path = "runtime/kept_types.rs"]
+mod kept_types;
 #[path = "runtime/open.rs"]
 mod open;
 #[path = "runtime/stream.rs"]

@@ -10,7 +10,7 @@ use ggshard::engine::Device;
 use serde::Serialize;
 
 use super::args::Bench;
-use super::run::{print, print_json};
+use super::print::{print, print_json};
 use super::signals::Signals;
 
 #[derive(Serialize)]

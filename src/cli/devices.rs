@@ -6,7 +6,7 @@ use anyhow::Result;
 use ggshard::cuda::{self, DeviceInfo};
 
 use super::args::Devices;
-use super::run::{print, print_json};
+use super::print::{print, print_json};
 
 /// Lists the devices. Exit status 1 if none can be used.
 pub fn devices(args: &Devices) -> Result<ExitCode> {

@@ -7,7 +7,7 @@ use ggshard::mapping::{Mapping, OutputPolicy, Profile, RulesId, builtin_mappings
 use serde::Serialize;
 
 use super::args::Library;
-use super::run::{print, print_json};
+use super::print::{print, print_json};
 
 /// A mapping in a list.
 #[derive(Serialize)]

@@ -8,6 +8,7 @@ mod bench;
 mod devices;
 mod library;
 mod page;
+mod print;
 mod progress;
 mod run;
 mod sigbus;

@@ -17,6 +17,7 @@ use ggshard::verify;
 use serde::Serialize;
 
 use super::args::{Args, Command, Convert, Inspect, PlanArgs, PlanChoices, ReadChoices, Seal, Verify};
+use super::print::{print, print_json};
 use super::signals::Signals;
 use super::{bench, devices, library, page, progress, sigbus, signals};
 
@@ -40,16 +41,6 @@ pub fn run(command: Command) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-pub(super) fn print(text: &str) -> Result<()> {
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
-}
-
-pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
-    let mut text = serde_json::to_string_pretty(value)?;
-    text.push('\n');
-    print(&text)
 }
 
 /// What `inspect --json` prints.

@@ -162,7 +162,10 @@ impl<'a> Engine<'a> {
             decoders: &decoders,
             accept: &accept,
         };
-        let stage = Stage::open(&self.options, self.output_bytes(&wanted))?;
+        let stage = match self.options.device {
+            Device::Cpu => None,
+            Device::Auto | Device::Cuda(_) => Stage::open(&self.options, self.output_bytes(&wanted))?,
+        };
         let stage = stage.as_ref();
         let measured = Measured::default();
         let shared = Shared {

@@ -16,9 +16,12 @@ use crate::mapping::{CutKind, Format, Model, OutputPolicy, Part, PinnedDtype, Pr
 
 /// Most ranks of one tensor-parallel group, and most pipeline stages.
 const MOST_RANKS: u32 = 1024;
-/// Most pieces of one plan, and most shares of weights on ranks; GLM-5 has about half a million at tp 8 and four at tp 64.
-/// Time and memory of a plan are proportional to these.
+/// Most pieces of one plan; GLM-5 has about half a million at tp 8 and four at tp 64. Time and memory of a plan are
+/// proportional to these and to the shares.
 const MOST_PIECES: u64 = 1 << 23;
+/// Most shares of weights on ranks, and slices, counted together: about two per piece, and smaller. Kimi-K2 has nine million
+/// at tp 64, which is as many ranks as it has heads.
+const MOST_SHARES: u64 = 1 << 24;
 /// Most elements of all sources together (zero-sized axes counted as one), and most bytes of all output: far beyond any
 /// model, and so far below 2^64 that no sum over a plan overflows.
 const MOST_ELEMENTS: u64 = 1 << 48;
@@ -189,8 +192,8 @@ impl Plan {
                 self.check_blocks(set, &spec, code, &held)?;
             }
             size.shares += 1 + held.0.len() as u64;
-            if size.shares > MOST_PIECES {
-                return Err(self.too_large(set, &spec.name));
+            if size.shares > MOST_SHARES {
+                return Err(self.too_large(set, &spec.name, &format!("{MOST_SHARES} shares")));
             }
             // Ranks that hold the same, as of a replicated weight, share their pieces.
             let same = slices.last().filter(|_| last.as_ref() == Some(&held)).cloned();
@@ -276,7 +279,7 @@ impl Plan {
             }
             let weight = &self.model.weights[part.weight as usize];
             if (self.pieces.len() as u64).saturating_add(most_pieces(weight, part)) > MOST_PIECES {
-                return Err(self.too_large(set, &spec.name));
+                return Err(self.too_large(set, &spec.name, &format!("{MOST_PIECES} pieces")));
             }
             lower(weight, part, row, &mut self.pieces);
             row += part.rows;
@@ -287,9 +290,9 @@ impl Plan {
         Ok(Slice { shape, pieces: start..self.pieces.len() as u32, file: 0, offset: 0 })
     }
 
-    fn too_large(&self, set: &GgufSet, name: &str) -> Error {
+    fn too_large(&self, set: &GgufSet, name: &str, most: &str) -> Error {
         let weights = self.model.weights.len();
-        Fault::new(format!("{weights} weights on {} ranks make more than {MOST_PIECES} pieces", self.tp))
+        Fault::new(format!("{weights} weights on {} ranks make more than {most}", self.tp))
             .file(set.path())
             .tensor(name)
             .remedy("Choose fewer ranks, or whole experts per rank (--ep); check the expert and head counts of the metadata")
@@ -355,7 +358,7 @@ pub(super) struct HeldPart {
 /// What a plan has come to while it is made.
 #[derive(Default)]
 pub(super) struct Size {
-    /// Shares of weights on ranks.
+    /// Shares of weights on ranks, and slices.
     shares: u64,
     /// Bytes of output.
     bytes: u64,

@@ -6,40 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import DEEPSEEK, FIXTURES, GLM, MODELS, ok, refused, run
+from low_bits import BLOCK, NUMPY, check_kept_rank, check_rank, check_vllm_rank, grid, header, is_projection, tensors, types
 from safetensors import safe_open
-
-BLOCK = 128
-
-# What the published FP8 checkpoints hold as E4M3, by the end of the name.
-PROJECTIONS = (
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "gate_proj", "up_proj", "down_proj",
-    "q_proj", "k_proj", "v_proj",
-)
-
-
-def header(path):
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8:8 + length]), raw[8 + length:]
-
-
-NUMPY = {"U8": np.dtype("u1"), "F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
-
-
-def tensors(folder, rank=None):
-    """{name: array} of the safetensors files of a folder, or of one rank's."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors" if rank is None else f"model-rank-{rank}-part-*.safetensors")):
-        entries, data = header(path)
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            found[name] = np.frombuffer(data[begin:end], NUMPY[entry["dtype"]]).reshape(entry["shape"])
-    return found
-
-
-def grid(n):
-    return -(-n // BLOCK)
 
 
 def encode(values):
@@ -54,10 +22,6 @@ def encode(values):
             scaled = np.clip((values[at] / scale).astype(np.float32), -448, 448)
             bytes_[at], scales[i, j] = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
     return bytes_, scales
-
-
-def is_projection(name):
-    return name.removesuffix(".weight").rsplit(".", 1)[-1] in PROJECTIONS
 
 
 def check_encoding(truth, plain, found):
@@ -89,28 +53,12 @@ def test_every_byte_and_scale_of_the_corpus(corpus_source, tmp_path):
     check_encoding(*map(made, ("f32", "bf16", "fp8")))
 
 
-def cut(name, array, rank, tp):
-    """What a rank of the hf profile holds of a tensor of the fp8 checkpoint at tp 1: the same rule for bytes and scales."""
-    leaf = name.removesuffix("_scale_inv").removesuffix(".weight").rsplit(".", 1)[-1]
-    if leaf in ("q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "head"):
-        n = array.shape[0] // tp
-        return array[rank * n:(rank + 1) * n]
-    if leaf in ("o_proj", "down_proj"):
-        n = array.shape[1] // tp
-        return array[:, rank * n:(rank + 1) * n]
-    return array
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_a_rank_holds_the_cut_of_the_whole(model, converted):
     whole = tensors(converted(MODELS[model], "--tp", 1, "--dtype", "fp8"))
     folder = converted(MODELS[model], "--tp", 2, "--dtype", "fp8")
     for rank in range(2):
-        held = tensors(folder, rank)
-        assert set(held) == set(whole)
-        for name, array in held.items():
-            expected = cut(name, whole[name], rank, 2)
-            assert array.shape == expected.shape and array.tobytes() == expected.tobytes(), (name, rank)
+        check_rank(tensors(folder, rank), whole, rank, 2)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -118,30 +66,8 @@ def test_a_rank_holds_the_cut_of_the_whole(model, converted):
 def test_vllm_parameters_join_bytes_and_scales_alike(model, tp, converted):
     whole = tensors(converted(MODELS[model], "--tp", 1, "--dtype", "fp8"))
     folder = converted(MODELS[model], "--tp", tp, "--dtype", "fp8", "--profile", "vllm-0.32")
-    fused = {"gate_up_proj": ("gate_proj", "up_proj"), "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-    seen = 0
     for rank in range(tp):
-        held = tensors(folder, rank)
-        for name, array in held.items():
-            suffix = "_scale_inv" if name.endswith("_scale_inv") else ""
-            stem = name.removesuffix(suffix)
-            if f"{stem}_scale_inv" not in held:
-                continue
-            seen += 1
-
-            def part(weight):
-                weight = f"{weight}.weight{suffix}"
-                return cut(weight, whole[weight], rank, tp)
-
-            block, leaf = stem.rsplit(".", 2)[0] if stem.endswith(".weight") else stem.rsplit(".", 1)[0], stem.split(".")[-2:]
-            block = block.replace(".mla_attn", "").replace("experts._shared_experts._layer", "shared_experts").replace(".routed_experts", "")
-            if leaf[-1] in ("w13_weight", "w2_weight"):
-                names = ("gate_proj", "up_proj") if leaf[-1] == "w13_weight" else ("down_proj",)
-                expected = np.stack([np.concatenate([part(f"{block}.{e}.{n}") for n in names]) for e in range(array.shape[0])])
-            else:
-                expected = np.concatenate([part(f"{block}.{n}") for n in fused.get(leaf[0], (leaf[0],))])
-            assert array.shape == expected.shape and array.tobytes() == expected.tobytes(), (name, rank)
-    assert seen > 20
+        check_vllm_rank(folder, whole, rank, tp)
 
 
 def test_torch_and_safetensors_read_the_types(converted):
@@ -360,12 +286,6 @@ def test_the_full_scale_plan_adds_up(form):
 # Kept blocks.
 
 
-def types(folder):
-    """{(set, name): ggml type} of kept blocks, by the manifest."""
-    manifest = json.loads((folder / "ggshard.json").read_text())
-    return {p["name"]: p["blocks"] for p in manifest["parameters"] if "blocks" in p}
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_kept_blocks_decode_to_what_is_decoded_directly(model, tp, converted):
@@ -387,18 +307,8 @@ def test_kept_blocks_of_the_corpus_decode_to_what_is_decoded_directly(tp, corpus
 
 def check_kept(kept, direct, plain, tp):
     """Every tensor of a folder of kept blocks, by the f32 and the bf16 folder of the same model."""
-    blocks = types(kept)
-    for rank in range(tp):
-        rank = None if tp == 1 else rank
-        held, truth, floats = tensors(kept, rank), tensors(direct, rank), tensors(plain, rank)
-        assert {name.replace("qweight", "weight") for name in held} == set(truth)
-        for name, array in held.items():
-            if name not in blocks:
-                assert array.dtype == floats[name].dtype and array.tobytes() == floats[name].tobytes(), name
-                continue
-            expected = truth[name.replace("qweight", "weight")]
-            decoded = gguf.quants.dequantize(array, gguf.GGMLQuantizationType[blocks[name]])
-            assert decoded.shape == expected.shape and decoded.astype("<f4").tobytes() == expected.tobytes(), (name, rank)
+    for rank in [None] if tp == 1 else range(tp):
+        check_kept_rank(tensors(kept, rank), types(kept), tensors(direct, rank), tensors(plain, rank))
 
 
 def test_kept_blocks_are_as_large_as_in_the_source_and_every_file_names_their_types(converted):
