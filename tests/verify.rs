@@ -134,6 +134,8 @@ fn checkpoint(dir: &Path) -> Manifest {
             dtype: "bf16".into(),
             rules: None,
             keep_or: None,
+            nvfp4_search: false,
+            input_scales: BTreeMap::new(),
             mtp: "keep".into(),
             part_size: 1 << 20,
             moe_pad: None,

@@ -223,7 +223,8 @@ impl Plan {
             return refused(found, "Leave it out, or choose --dtype nvfp4");
         }
         let Some(policy) = &self.forms else { return Ok(()) };
-        if self.model.weights.iter().any(|weight| self.ruled(weight).is_some()) {
+        let class = &self.model.class;
+        if self.model.weights.iter().any(|weight| policy.format(class, weight, self.types(weight)).is_some()) {
             return Ok(());
         }
         let found = format!("policy '{}' has no rule for any weight of this model", policy.rules.name);

@@ -9,13 +9,14 @@ use crate::mapping::{Content, Format, Matrix, Part, PinnedDtype, Weight};
 use crate::plan::{Code, Form, Param, Plan};
 
 pub(super) fn check(plan: &Plan) -> Result<()> {
+    let mixed = plan.forms.is_some() && scales::mixed(plan);
     for (index, param) in plan.params.iter().enumerate() {
         match param.form {
             Form::Plain => agreed(plan, param)?,
             Form::Encoded { code, scales } => {
                 agreed(plan, param)?;
                 encoded(plan, param, code)?;
-                scales::linked(plan, index, code, scales)?;
+                scales::linked(plan, index, code, scales, mixed)?;
             }
             Form::Kept(ty) => {
                 agreed(plan, param)?;

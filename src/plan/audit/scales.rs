@@ -22,8 +22,14 @@ pub(super) fn of<'a>(plan: &'a Plan, param: &'a Param) -> impl Iterator<Item = (
     kinds.iter().enumerate().map(move |(i, kind)| (*kind, first as usize + i))
 }
 
+/// Whether the policy has fp8 for some weights and nvfp4 for others, so that stacks expect ModelOpt's scales of fp8.
+pub(super) fn mixed(plan: &Plan) -> bool {
+    let mut weights = plan.model.weights.iter().filter(|weight| weight.pinned.is_none());
+    weights.clone().any(|w| of_weight(plan, w) == Format::Fp8) && weights.any(|w| of_weight(plan, w) == Format::Nvfp4)
+}
+
 /// An encoded parameter's scales follow it, under its name, in its set and stage, with the shapes that its weights give.
-pub(super) fn linked(plan: &Plan, index: usize, code: Code, scales: u32) -> Result<()> {
+pub(super) fn linked(plan: &Plan, index: usize, code: Code, scales: u32, mixed: bool) -> Result<()> {
     let param = &plan.params[index];
     if scales as usize != index + 1 {
         return Err(fault(param, 0, format!("its scales are parameter {scales}")).expected("the next one").audit());
@@ -47,7 +53,7 @@ pub(super) fn linked(plan: &Plan, index: usize, code: Code, scales: u32) -> Resu
         if held.form != (Form::Scales { of: index as u32, kind }) || held.dtype != dtype {
             return wrong(0, format!("the scales of '{}' are {:?} in {}", param.name, held.form, held.dtype));
         }
-        if !is_named(plan, param, held, code, kind) {
+        if !is_named(param, held, code, kind, mixed) {
             return wrong(0, format!("it holds scales of '{}'", param.name));
         }
         if (held.set, held.stage, held.cut, held.joins) != (param.set, param.stage, param.cut, None)
@@ -57,7 +63,7 @@ pub(super) fn linked(plan: &Plan, index: usize, code: Code, scales: u32) -> Resu
             return wrong(0, format!("it is laid out unlike '{}', whose scales it holds", param.name));
         }
         let fits = |of: &[u64], axes: &[u64]| match kind {
-            Scale::Block => of_blocks(of, axes, code, plan.mixes_codes),
+            Scale::Block => of_blocks(of, axes, code, mixed),
             Scale::Weight | Scale::Input => of_weights(plan, param, of, axes),
         };
         if !fits(&param.shape, &held.shape) {
@@ -78,10 +84,7 @@ pub(super) fn linked(plan: &Plan, index: usize, code: Code, scales: u32) -> Resu
 }
 
 /// Whether scales have the name that stacks look for.
-fn is_named(plan: &Plan, param: &Param, held: &Param, code: Code, kind: Scale) -> bool {
-    let mut weights = plan.model.weights.iter().filter(|weight| weight.pinned.is_none());
-    let mixed = weights.clone().any(|w| of_weight(plan, w) == Format::Fp8)
-        && weights.any(|w| of_weight(plan, w) == Format::Nvfp4);
+fn is_named(param: &Param, held: &Param, code: Code, kind: Scale, mixed: bool) -> bool {
     let suffix = match (kind, code) {
         (Scale::Block, Code::Fp8) if !mixed => "_scale_inv",
         (Scale::Block, Code::Fp8 | Code::Nvfp4) => "_scale",
