@@ -146,3 +146,21 @@ def check_kept_rank(held, blocks, direct, plain):
             continue
         decoded = gguf.quants.dequantize(array, gguf.GGMLQuantizationType[blocks[name]]).astype("<f4", copy=False)
         assert same(decoded, direct[name.replace("qweight", "weight")]), name
+
+
+def held_bytes(tensor, form, tp):
+    """Bytes of rank 0 of a weight of profile hf, by its whole shape and cut in the bf16 plan."""
+    shape, types = list(tensor["shape"]), {kind for _, kind in tensor["sources"]}
+    if tensor["cut"] in ("column", "vocab"):
+        shape[0] //= tp
+    elif tensor["cut"] == "row":
+        shape[-1] //= tp
+    elements = int(np.prod(shape))
+    if form == "fp8" and is_projection(tensor["name"]):
+        return elements + 4 * grid(shape[0]) * grid(shape[1])
+    if form == "nvfp4":
+        return elements // 2 + elements // 16 + 4
+    block, bytes_ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[min(types)]]
+    if form == "keep" and block > 1 and not tensor["name"].endswith("kv_b_proj.weight"):
+        return elements // block * bytes_
+    return elements * {"BF16": 2, "F32": 4}[tensor["dtype"]]

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import DEEPSEEK, FIXTURES, GLM, MODELS, ok, refused, run
-from low_bits import BLOCK, NUMPY, check_kept_rank, check_rank, check_vllm_rank, grid, header, is_projection, tensors, types
+from low_bits import BLOCK, NUMPY, check_kept_rank, check_rank, check_vllm_rank, grid, header, held_bytes, is_projection, tensors, types
 from safetensors import safe_open
 
 
@@ -257,22 +257,6 @@ def test_the_worst_are_reported_and_a_limit_fails(converted, tmp_path):
 
 # GLM-5 as it is: 744 billion weights, of which a header is all that is needed.
 GLM_5 = FIXTURES / "container" / "plan" / "glm-5-744b-q4_k_m.header.gguf"
-
-
-def held_bytes(tensor, form, tp):
-    """Bytes of rank 0 of a weight of profile hf, by its whole shape and cut in the bf16 plan."""
-    shape, types = list(tensor["shape"]), {kind for _, kind in tensor["sources"]}
-    if tensor["cut"] in ("column", "vocab"):
-        shape[0] //= tp
-    elif tensor["cut"] == "row":
-        shape[-1] //= tp
-    elements = int(np.prod(shape))
-    if form == "fp8" and is_projection(tensor["name"]):
-        return elements + 4 * grid(shape[0]) * grid(shape[1])
-    block, bytes_ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[min(types)]]
-    if form == "keep" and block > 1 and not tensor["name"].endswith("kv_b_proj.weight"):
-        return elements // block * bytes_
-    return elements * {"BF16": 2, "F32": 4}[tensor["dtype"]]
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "keep"])
