@@ -5,7 +5,8 @@
 //! | `driver` | the driver's functions, found in its library when first asked for |
 //! | [`Absence`] | every reason why a device cannot be used |
 //! | `artifact` | the kernels that are part of the program, and which of them a device takes |
-//! | [`launch`] | what a kernel is launched with |
+//! | [`launch`] | what a decoding kernel is launched with |
+//! | [`encode`] | what an encoding kernel is launched with, and what it finds |
 //! | `device` | a device with its kernels, streams, events and memory, each freed when it is dropped |
 //! | `lane` | buffers for one tile, and the way of a tile through them |
 //! | `trial` | work that is timed |
@@ -17,6 +18,7 @@ mod absence;
 mod artifact;
 mod device;
 mod driver;
+pub mod encode;
 mod lane;
 pub mod launch;
 mod list;
@@ -25,6 +27,7 @@ mod trial;
 pub use absence::{Absence, Capability};
 pub use device::Memory;
 pub use driver::{DriverError, Version};
+pub use encode::{Encode, Encoder, Found};
 pub use launch::{Grid, Launch};
 pub use list::{DeviceInfo, Devices, devices};
 
