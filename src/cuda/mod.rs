@@ -9,12 +9,14 @@
 //! | [`encode`] | what an encoding kernel is launched with, and what it finds |
 //! | `device` | a device with its kernels, streams, events and memory, each freed when it is dropped |
 //! | `lane` | buffers for one tile, and the way of a tile through them |
+//! | `area` | the way of values that are encoded, through the same buffers |
 //! | `trial` | work that is timed |
 //! | [`devices`] | the list for people |
 //!
 //! Nothing here knows of plans: the engine's device stage does (`engine/stage.rs`). `docs/gpu.md` says the rest.
 
 mod absence;
+mod area;
 mod artifact;
 mod device;
 mod driver;
@@ -31,6 +33,7 @@ pub use encode::{Encode, Encoder, Found};
 pub use launch::{Grid, Launch};
 pub use list::{DeviceInfo, Devices, devices};
 
+pub(crate) use area::{Area, Format, Part};
 pub(crate) use device::Device;
 pub(crate) use lane::{Lane, Piece, Values, lanes};
 pub(crate) use trial::Trial;
