@@ -138,6 +138,7 @@ fn grids_are_computed_for_the_shape_that_kernels_have() {
 #[test]
 fn accesses_are_as_wide_as_they_can_be() {
     checks::widths(&LIBRARY);
+    encoders::widths(&LIBRARY);
 }
 
 /// The numbers of every table of a source, by the table's first word.

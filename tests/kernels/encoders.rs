@@ -207,7 +207,7 @@ fn amax(library: &Library, values: &[f32], cols: usize) -> f32 {
 /// Blocks, whole and ragged, of every sample.
 pub fn fp8_blocks(library: &Library) {
     for values in samples() {
-        for (rows, cols) in [(128, 156), (1, 1000), (3, 129), (1, 16), (130, 260), (17, 8)] {
+        for (rows, cols) in [(128, 156), (1, 1100), (3, 129), (1, 16), (130, 260), (17, 8), (2050, 9)] {
             values.chunks_exact(rows * cols).for_each(|values| same(library, Form::Fp8, values, cols));
         }
     }
@@ -236,6 +236,33 @@ pub fn nvfp4_blocks(library: &Library) {
     }
 }
 
+/// Whole groups are loaded and stored as wide as they can be.
+pub fn widths(library: &Library) {
+    let (values, whole) = ([1.5; 32 * 256], 32 * 256);
+    let accesses = || [16, 8, 4, 2].map(|bytes| library.accesses(bytes));
+    kernels(library, Form::Nvfp4(1.0, BlockScale::Amax), &values, 256, 256, false);
+    assert_eq!(accesses(), [whole / 4, whole / 16, 0, 0]);
+    assert_eq!(amax(library, &values, 256), 1.5);
+    assert_eq!(accesses(), [whole / 4, 0, 0, 0]);
+    // Every thread loads its largest magnitude, and one of each block stores the scale.
+    let (mut from, mut codes) = (spread(&values, 256, 256), Room::new(values.len(), 0));
+    let (mut largest, mut scales, mut slots) =
+        (Room::new(8, 0), Room::new(8, 0), vec![Found::default(); Encode::SLOTS]);
+    let encode = Encode {
+        values: from.address(),
+        stride: 256,
+        rows: 32,
+        cols: 256,
+        codes: codes.address(),
+        scales: scales.address(),
+        largest: largest.address(),
+        found: slots.as_mut_ptr() as u64,
+        ..Encode::default()
+    };
+    library.encode(Encoder::Fp8, &encode, false);
+    assert_eq!(accesses(), [whole / 4, whole / 8, 2 * 32 + 2, 0]);
+}
+
 /// Random shapes, with values of any size, and with some that are not finite: those are counted, and spoil their block only.
 pub fn shapes(library: &Library, seed: u64, count: usize) {
     let mut random = Random(seed);
@@ -256,7 +283,7 @@ pub fn shapes(library: &Library, seed: u64, count: usize) {
         }
         // In the first block, sometimes alone in what a thread takes.
         let clean = rust(Form::Fp8, &values, ragged);
-        values[0] = f32::NAN;
+        values[0] = f32::from_bits(if case % 3 == 0 { 0x7F80_0001 } else { 0xFFC0_0000 });
         values[(ragged.min(40) - 1) * (case % 4 / 2)] = -f32::INFINITY;
         let spoilt = kernels(library, Form::Fp8, &values, ragged, ragged.next_multiple_of(4), false);
         let counted = rust(Form::Fp8, &values, ragged).found;

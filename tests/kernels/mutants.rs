@@ -64,6 +64,7 @@ const SAME: &[Same] = &[
         |n| n.abs_diff(0x40C0_0000) < 0x0020_0000,
         "what is nearer to 6 than to its neighbours has its code",
     ),
+    ("double lanes[16]", "16", |n| n > 16, "an array may be too long"),
     ("u32 highest = 0;", "0", |n| n < 0x0080_0000, "counts look for values that are not finite"),
     ("if (highest < 0x7F800000)", "0x7F800000", |n| n < 0x7F80_0000, "nothing is added where there is none"),
     ("if (place < -52 || place > 640 - 53)", "52", |n| n > 30, "no square of an f32 is so small"),
@@ -191,6 +192,7 @@ fn examine() {
     super::every_type_has_its_block(&library);
     super::grids_fit_the_kernels(&library);
     checks::widths(&library);
+    encoders::widths(&library);
     for sample in samples() {
         checks::weights(&library, &sample);
         checks::outputs(&library, &sample);
