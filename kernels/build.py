@@ -20,7 +20,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PREBUILT = HERE / "prebuilt"
-SOURCES = ["dequant.cu", "dequant.cuh", "convert.cuh", "grids.cuh", "machine.cuh"]
+MAIN = "kernels.cu"
+SOURCES = [
+    MAIN, "dequant.cu", "dequant.cuh", "convert.cuh", "grids.cuh", "encode.cu", "encode.cuh", "divide.cuh", "machine.cuh"
+]
 # Machine code for these chips, and text that a driver compiles for later ones.
 CUBINS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 PTX = "compute_80"
@@ -60,7 +63,7 @@ class Nvrtc:
         program = ctypes.c_void_p()
         names = (ctypes.c_char_p * len(headers))(*[name.encode() for name in headers])
         texts = (ctypes.c_char_p * len(headers))(*headers.values())
-        self.call("nvrtcCreateProgram", ctypes.byref(program), source, b"dequant.cu", len(headers), texts, names)
+        self.call("nvrtcCreateProgram", ctypes.byref(program), source, MAIN.encode(), len(headers), texts, names)
         given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
         failed = self.call("nvrtcCompileProgram", program, len(options), given)
         log = self.text("ProgramLog", program).rstrip(b"\0").decode()
@@ -91,17 +94,17 @@ def build():
     """All artifacts by name, the manifest among them."""
     nvrtc = Nvrtc()
     texts = {name: (HERE / name).read_bytes() for name in SOURCES}
-    headers = {name: text for name, text in texts.items() if name != "dequant.cu"}
+    headers = {name: text for name, text in texts.items() if name != MAIN}
     artifacts, entries = {}, []
     for architecture in CUBINS + [PTX]:
         options = [f"--gpu-architecture={architecture}", *OPTIONS]
         if architecture == PTX:
-            name, (code, _) = f"{architecture}.ptx", nvrtc.compile(texts["dequant.cu"], headers, options, "PTX")
+            name, (code, _) = f"{architecture}.ptx", nvrtc.compile(texts[MAIN], headers, options, "PTX")
             code, extra = plain(code), {}
         else:
             # The report does not change the code.
             name = f"{architecture}.cubin"
-            code, log = nvrtc.compile(texts["dequant.cu"], headers, options + ["--ptxas-options=-v"], "CUBIN")
+            code, log = nvrtc.compile(texts[MAIN], headers, options + ["--ptxas-options=-v"], "CUBIN")
             extra = {"kernels": dict(sorted(resources(log).items()))}
         artifacts[name] = code
         digest = hashlib.sha256(code).hexdigest()
@@ -154,6 +157,11 @@ def checked_in():
     return {name.removesuffix(".z"): zlib.decompress(data) if name.endswith(".z") else data for name, data in files.items()}
 
 
+def listed(name, macro):
+    """The names that a macro of a source lists."""
+    return re.findall(r"DO\((\w+)\)", (HERE / name).read_text().split(f"#define {macro}(DO)")[1].split("\n\n")[0])
+
+
 def check(artifacts):
     """Everything wrong with what is checked in."""
     faults = []
@@ -166,17 +174,16 @@ def check(artifacts):
         elif here[name] != code:
             faults.append(f"{name}: not what the sources give; `make kernels` builds it")
     manifest = json.loads(artifacts["manifest.json"])
-    types = re.findall(r"DO\((\w+)\)", (HERE / "dequant.cuh").read_text().split("#define FOR_EACH_TYPE(DO)")[1].split("\n\n")[0])
-    kernels = sorted(f"ggshard_{name}" for name in types)
+    kernels = sorted([f"ggshard_{name}" for name in listed("dequant.cuh", "FOR_EACH_TYPE")] + listed("encode.cu", "FOR_EACH_ENCODER"))
     for entry in manifest["artifacts"]:
         name, code = entry["file"], artifacts[entry["file"]]
         faults.extend(f"{name}: has {word}" for word in banned(name, code))
         if "kernels" not in entry:
             if sorted(re.findall(r"\.entry (\w+)", code.decode())) != kernels:
-                faults.append(f"{name}: not the kernels of all types")
+                faults.append(f"{name}: not the kernels of all types and encoders")
             continue
         if sorted(entry["kernels"]) != kernels:
-            faults.append(f"{name}: not the kernels of all types")
+            faults.append(f"{name}: not the kernels of all types and encoders")
         for kernel, used in entry["kernels"].items():
             if used["stack_bytes"] or used["spill_bytes"]:
                 faults.append(f"{name}: {kernel} keeps values in memory: {used}")

@@ -1,4 +1,4 @@
-// Encoding in few bits: what src/encode does, with the same bits.
+// Encoding in few bits: what src/encode does, with the same bits, for values that are finite.
 //
 // fp8: a block of 128 x 128 has one scale, so its largest magnitude is found first. Bits of magnitudes are ordered as integers:
 // threads that share a block can raise one u32 with atomicMax, in any order. Then each value is divided and rounded alone.
@@ -9,13 +9,7 @@
 
 #pragma once
 
-#include "machine.cuh"
-
-#ifdef __CUDACC__
-DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
-#else
-inline float divide(float a, float b) { return a / b; }
-#endif
+#include "divide.cuh"
 
 // A float format: mantissa bits, exponent of the smallest normal value, bits of the largest value as f32, sign bit of a code.
 template <u32 MANTISSA, int SMALLEST, u32 LARGEST, u32 SIGN, bool NAN_AFTER> struct Format {
@@ -57,20 +51,17 @@ DEVICE u32 raise(u32 largest, float value) {
 
 // The scale of a block of fp8, from the bits of its largest magnitude: never subnormal, and 1 for zeros.
 DEVICE float fp8_scale(u32 largest) {
-    const float scale = divide(number(largest), 448.0f), least = number(0x00800000);
+    const float scale = divide(number(largest), {1.0 / 448}), least = number(0x00800000);
     return largest == 0 ? 1.0f : scale > least ? scale : least;
 }
 
-DEVICE u32 fp8_code(float value, float scale) { return E4M3::code(divide(value, scale)); }
-
-// The codes of eight values, in two words.
-DEVICE void fp8_codes(const float *values, float scale, u32 *words) {
-    for (u32 word = 0; word < 2; word++) {
-        words[word] = 0;
-        for (u32 i = 0; i < 4; i++) {
-            words[word] |= fp8_code(values[4 * word + i], scale) << 8 * i;
-        }
+// The codes of eight values, the first lowest.
+DEVICE u64 fp8_codes(const float (&values)[8], const Divisor &scale) {
+    u64 codes = 0;
+    for (u32 i = 0; i < 8; i++) {
+        codes |= static_cast<u64>(E4M3::code(divide(values[i], scale))) << 8 * i;
     }
+    return codes;
 }
 
 constexpr u32 NVFP4_BLOCK = 16;
@@ -81,14 +72,9 @@ constexpr int LAST_SCALE = 0x7E;
 struct Sixteen {
     u32 words[2];
     u32 scale;
-};
 
-// The weight_scale_2 of a weight, from the bits of its largest magnitude: 1 for zeros, and no product with a block scale is
-// subnormal.
-DEVICE float nvfp4_scale_2(u32 largest) {
-    const float scale = divide(number(largest), 2688.0f), least = number(0x05000000);
-    return largest == 0 ? 1.0f : scale > least ? scale : least;
-}
+    DEVICE u32 code(u32 i) const { return words[i >> 3] >> 4 * (i & 7) & 15; }
+};
 
 // The code of a block's scale, from its largest magnitude: at least the smallest, and 1 for zeros.
 DEVICE u32 nvfp4_scale(const float *values, float scale_2) {
@@ -96,34 +82,38 @@ DEVICE u32 nvfp4_scale(const float *values, float scale_2) {
     for (u32 i = 0; i < NVFP4_BLOCK; i++) {
         largest = raise(largest, values[i]);
     }
-    const float ratio = divide(number(largest), mul(6.0f, scale_2)), least = E4M3::value(1);
+    const float ratio = divide(number(largest), divisor(mul(6.0f, scale_2))), least = E4M3::value(1);
     return E4M3::code(ratio == 0 ? 1.0f : ratio > least ? ratio : least);
 }
 
 DEVICE Sixteen nvfp4_with(const float *values, float scale_2, u32 scale) {
     Sixteen block = {{0, 0}, scale};
-    const float step = mul(E4M3::value(scale), scale_2);
+    const Divisor step = divisor(mul(E4M3::value(scale), scale_2));
     for (u32 i = 0; i < NVFP4_BLOCK; i++) {
         block.words[i >> 3] |= E2M1::code(divide(values[i], step)) << 4 * (i & 7);
     }
     return block;
 }
 
-// The sum of squared errors in units of `scale_2`. Halves are added, then halves of those.
-DEVICE float nvfp4_error(const float *values, float scale_2, const Sixteen &block) {
+// The sum of sixteen numbers, which are overwritten. Halves are added, then halves of those.
+template <class T> DEVICE T fold(T *lanes) {
+    for (u32 width = 8; width > 0; width /= 2) {
+        for (u32 i = 0; i < width; i++) {
+            lanes[i] = add(lanes[i], lanes[i + width]);
+        }
+    }
+    return lanes[0];
+}
+
+// The sum of squared errors in units of `scale_2`, of which `ratios` are the values.
+DEVICE float nvfp4_error(const float *ratios, const Sixteen &block) {
     const float scale = E4M3::value(block.scale);
     float squares[NVFP4_BLOCK];
     for (u32 i = 0; i < NVFP4_BLOCK; i++) {
-        const float decoded = mul(E2M1::value(block.words[i >> 3] >> 4 * (i & 7) & 15), scale);
-        const float error = add(divide(values[i], scale_2), -decoded);
+        const float error = add(ratios[i], -mul(E2M1::value(block.code(i)), scale));
         squares[i] = mul(error, error);
     }
-    for (u32 width = NVFP4_BLOCK / 2; width > 0; width /= 2) {
-        for (u32 i = 0; i < width; i++) {
-            squares[i] = add(squares[i], squares[i + width]);
-        }
-    }
-    return squares[0];
+    return fold(squares);
 }
 
 // Sixteen values with the scale that the largest asks for.
@@ -135,12 +125,17 @@ DEVICE Sixteen nvfp4_block(const float *values, float scale_2) {
 DEVICE Sixteen nvfp4_searched(const float *values, float scale_2) {
     Sixteen best = nvfp4_block(values, scale_2);
     const int first = static_cast<int>(best.scale);
-    float least = nvfp4_error(values, scale_2, best);
+    const Divisor by = divisor(scale_2);
+    float ratios[NVFP4_BLOCK];
+    for (u32 i = 0; i < NVFP4_BLOCK; i++) {
+        ratios[i] = divide(values[i], by);
+    }
+    float least = nvfp4_error(ratios, best);
 #pragma unroll 1
     for (int nudge = -2; nudge <= 6; nudge++) {
         const int scale = first + nudge;
         const Sixteen other = nvfp4_with(values, scale_2, scale < 1 ? 1 : scale > LAST_SCALE ? LAST_SCALE : scale);
-        const float error = nvfp4_error(values, scale_2, other);
+        const float error = nvfp4_error(ratios, other);
         // Better by more than the arithmetic can be wrong.
         if (error < mul(least, 65535.0f / 65536)) {
             best = other;

@@ -24,9 +24,9 @@ static thread_local unsigned accesses[17];
     } while (0)
 
 static void atomicAdd(unsigned long long *counter, unsigned long long count) { *counter += count; }
+static void atomicMax(unsigned *largest, unsigned value) { *largest = *largest < value ? value : *largest; }
 
-#include "dequant.cu"
-#include "encode.cuh"
+#include "kernels.cu"
 
 // Weights 8 * group to 8 * group + 8 of a block. Gives the number of misaligned accesses, or -1 for an unknown type.
 extern "C" int host_dq8(const char *type, const u8 *block, u32 group, float *out) {
@@ -52,15 +52,8 @@ extern "C" int host_block(const char *type, u32 *weights, u32 *bytes) {
     return -1;
 }
 
-// Runs all threads of a launch, one after the other. Gives the number of misaligned accesses, or -1 for an unknown
-// kernel.
-extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *threads, const Launch *launch) {
-    void (*run)(Launch) = nullptr;
-#define FIND(TYPE)                                                                                                     \
-    if (std::strcmp(kernel, "ggshard_" #TYPE) == 0) {                                                                  \
-        run = ggshard_##TYPE;                                                                                          \
-    }
-    FOR_EACH_TYPE(FIND)
+// Runs all threads of a launch, one after the other, from the first or from the last on: no kernel depends on the order.
+template <class T> static int run_all(void (*run)(T), const u32 *blocks, const u32 *threads, const T &launch, int backwards) {
     if (run == nullptr) {
         return -1;
     }
@@ -68,16 +61,36 @@ extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *thr
     std::memset(accesses, 0, sizeof accesses);
     gridDim = {blocks[0], blocks[1], blocks[2]};
     blockDim = {threads[0], threads[1], threads[2]};
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) {
-        for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
-            for (threadIdx.y = 0; threadIdx.y < blockDim.y; threadIdx.y++) {
-                for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++) {
-                    run(*launch);
-                }
-            }
-        }
+    const u64 in_block = static_cast<u64>(threads[0]) * threads[1], all = in_block * blocks[0] * blocks[1];
+    for (u64 i = 0; i < all; i++) {
+        const u64 number = backwards ? all - 1 - i : i, block = number / in_block, thread = number % in_block;
+        blockIdx = {static_cast<u32>(block % blocks[0]), static_cast<u32>(block / blocks[0]), 0};
+        threadIdx = {static_cast<u32>(thread % threads[0]), static_cast<u32>(thread / threads[0]), 0};
+        run(launch);
     }
     return misaligned;
+}
+
+// Runs a decoding kernel. Gives the number of misaligned accesses, or -1 for an unknown kernel.
+extern "C" int host_launch(const char *kernel, const u32 *blocks, const u32 *threads, const Launch *launch) {
+    void (*run)(Launch) = nullptr;
+#define FIND(TYPE)                                                                                                     \
+    if (std::strcmp(kernel, "ggshard_" #TYPE) == 0) {                                                                  \
+        run = ggshard_##TYPE;                                                                                          \
+    }
+    FOR_EACH_TYPE(FIND)
+    return run_all(run, blocks, threads, *launch, 0);
+}
+
+// Runs an encoding kernel, likewise.
+extern "C" int host_encode(const char *kernel, const u32 *blocks, const u32 *threads, const Encode *encode, int backwards) {
+    void (*run)(Encode) = nullptr;
+#define FIND_ENCODER(NAME)                                                                                             \
+    if (std::strcmp(kernel, #NAME) == 0) {                                                                             \
+        run = NAME;                                                                                                    \
+    }
+    FOR_EACH_ENCODER(FIND_ENCODER)
+    return run_all(run, blocks, threads, *encode, backwards);
 }
 
 // How often the last launch accessed so many bytes at once.
@@ -97,52 +110,37 @@ extern "C" void host_layout(u32 *at) {
     }
 }
 
+// Where the fields of Encode lie, its size, then those of Found and its size.
+extern "C" void host_encode_layout(u32 *at) {
+#define AT_ENCODE(FIELD) offsetof(Encode, FIELD)
+#define AT_FOUND(FIELD) offsetof(Found, FIELD)
+    const std::size_t fields[] = {
+        AT_ENCODE(values), AT_ENCODE(stride), AT_ENCODE(rows), AT_ENCODE(cols), AT_ENCODE(codes), AT_ENCODE(scales),
+        AT_ENCODE(largest), AT_ENCODE(sums), AT_ENCODE(found), AT_ENCODE(whole), AT_ENCODE(scale_2), sizeof(Encode),
+        AT_FOUND(errors), AT_FOUND(values), AT_FOUND(largest_error), AT_FOUND(largest_value), AT_FOUND(nan),
+        AT_FOUND(inf), sizeof(Found),
+    };
+    for (std::size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+        at[i] = static_cast<u32>(fields[i]);
+    }
+}
+
 // How threads share the work, which the host's grids are computed for.
 extern "C" void host_shape(u32 *threads, u32 *rounds) {
     *threads = THREADS;
     *rounds = ROUNDS;
 }
 
-// A band of at most 128 rows in fp8: codes, and a scale per 128 columns.
-extern "C" void host_fp8(const float *values, u64 rows, u64 cols, u8 *codes, float *scales) {
-    for (u64 start = 0; start < cols; start += 128) {
-        const u64 end = start + 128 < cols ? start + 128 : cols;
-        u32 largest = 0;
-        for (u64 row = 0; row < rows; row++) {
-            for (u64 col = start; col < end; col++) {
-                largest = raise(largest, values[row * cols + col]);
-            }
-        }
-        const float scale = scales[start / 128] = fp8_scale(largest);
-        for (u64 row = 0; row < rows; row++) {
-            u64 at = row * cols + start;
-            const u64 stop = row * cols + end;
-            for (; at + 8 <= stop; at += 8) {
-                u32 words[2];
-                fp8_codes(values + at, scale, words);
-                std::memcpy(codes + at, words, sizeof words);
-            }
-            for (; at < stop; at++) {
-                codes[at] = static_cast<u8>(fp8_code(values[at], scale));
-            }
-        }
-    }
+// The same for encoding: threads of a block, rows of a strip, and how many of Found there are.
+extern "C" void host_encode_shape(u32 *threads, u32 *strip, u32 *slots) {
+    *threads = ENCODE_THREADS;
+    *strip = STRIP;
+    *slots = SLOTS;
 }
 
-// Blocks of sixteen values in nvfp4.
-extern "C" void host_nvfp4(const float *values, u64 blocks, float scale_2, int searched, u8 *packed, u8 *scales) {
-    for (u64 i = 0; i < blocks; i++) {
-        const Sixteen block = (searched ? nvfp4_searched : nvfp4_block)(values + 16 * i, scale_2);
-        std::memcpy(packed + 8 * i, block.words, sizeof block.words);
-        scales[i] = static_cast<u8>(block.scale);
-    }
-}
-
-// The weight_scale_2 of some values.
-extern "C" float host_nvfp4_scale_2(const float *values, u64 count) {
-    u32 largest = 0;
+// Quotients of values and as many divisors.
+extern "C" void host_divide(const float *values, const float *divisors, u64 count, float *quotients) {
     for (u64 i = 0; i < count; i++) {
-        largest = raise(largest, values[i]);
+        quotients[i] = divide(values[i], divisor(divisors[i]));
     }
-    return nvfp4_scale_2(largest);
 }

@@ -1,8 +1,8 @@
 // What the device and the host compiler have different words for. No header is included, so that NVRTC needs none;
 // compiled as plain C++17 the same kernels run on the host, where tests compare them with the Rust decoders.
 //
-// Arithmetic is IEEE 754 single precision, one rounding per operation: nothing is contracted to a fused multiply-add,
-// no subnormal is flushed. The host compiler needs -ffp-contract=off for that.
+// Arithmetic is IEEE 754 single and double precision, one rounding per operation: nothing is contracted to a fused
+// multiply-add, no subnormal is flushed. The host compiler needs -ffp-contract=off for that.
 
 #pragma once
 
@@ -12,6 +12,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(float) == 4, "sizes of the machine");
+static_assert(sizeof(double) == 8, "sizes of the machine");
 
 #ifdef __CUDACC__
 
@@ -37,6 +38,10 @@ DEVICE u32 bits(float value) { return __float_as_uint(value); }
 DEVICE float number(u32 bits) { return __uint_as_float(bits); }
 DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+DEVICE u64 bits(double value) { return static_cast<u64>(__double_as_longlong(value)); }
+DEVICE double number64(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+DEVICE double mul(double a, double b) { return __dmul_rn(a, b); }
+DEVICE double add(double a, double b) { return __dadd_rn(a, b); }
 DEVICE float magnitude(float value) { return fabsf(value); }
 DEVICE float nearest(double value) { return __double2float_rn(value); }
 DEVICE u32 odd_ones(u32 word) { return __popc(word) & 1; }
@@ -54,6 +59,12 @@ DEVICE float widen(u16 half) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(half));
     return result;
+}
+
+// Four values at a multiple of sixteen, which do not change during the launch.
+DEVICE void load4(const float *at, float *values) {
+    const float4 four = __ldg(reinterpret_cast<const float4 *>(at));
+    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
 }
 
 // Sixteen bytes at a multiple of sixteen.
@@ -87,6 +98,11 @@ template <class T> inline T load(const u8 *at) {
     return value;
 }
 
+inline void load4(const float *at, float *values) {
+    BEFORE_ACCESS(at, 16);
+    __builtin_memcpy(values, at, 16);
+}
+
 template <class T> inline void store(u8 *at, T value) {
     BEFORE_ACCESS(at, sizeof(T));
     __builtin_memcpy(at, &value, sizeof value);
@@ -110,8 +126,22 @@ inline float number(u32 bits) {
     return result;
 }
 
+inline u64 bits(double value) {
+    u64 result;
+    __builtin_memcpy(&result, &value, sizeof result);
+    return result;
+}
+
+inline double number64(u64 bits) {
+    double result;
+    __builtin_memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
 inline float mul(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
+inline double mul(double a, double b) { return a * b; }
+inline double add(double a, double b) { return a + b; }
 inline float magnitude(float value) { return __builtin_fabsf(value); }
 inline float nearest(double value) { return static_cast<float>(value); }
 inline u32 odd_ones(u32 word) { return __builtin_popcount(word) & 1; }

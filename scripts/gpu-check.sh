@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks a CUDA device: the same bytes as the CPU, for every type, and how fast. Some minutes.
+# Checks a CUDA device: the same bytes as the CPU, for every type that it decodes and every form that it encodes, and how fast.
+# Some minutes.
 #
 #   scripts/gpu-check.sh GGSHARD FIXTURES [DEVICE] > table.md
 #
@@ -12,7 +13,7 @@
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 ggshard=$(readlink -f "$1")
@@ -48,6 +49,12 @@ count() {
     if "$@"; then good[$name]=$((${good[$name]:-0} + 1)); else bad[$name]=$((${bad[$name]:-0} + 1)) failed=1; fi
 }
 row() { echo "| $2 | ${good[$1]:-0} | ${bad[$1]:-0} |"; }
+
+# A policy that gives every matrix a form.
+policy() {
+    printf 'name = "all"\nversion = 1\nabout = "All of it."\n[[rule]]\ndtype = "%s"\n' "$1" > "$work/$1.toml"
+    echo "$work/$1.toml"
+}
 
 # A GGUF of one Q4_K tensor of zeros with $1 rows of 4096: a header, and a hole in the file.
 zeros() {
@@ -89,6 +96,9 @@ for file in "$fixtures"/blocks/*.gguf; do
     for dtype in bf16 f16 f32; do
         count blocks same "$file" --tp 1 --mapping raw --dtype $dtype --allow-nonfinite --mem-limit 16M
     done
+    for form in fp8 nvfp4; do
+        count encoded same "$file" --tp 1 --mapping raw --policy "$(policy $form)" --allow-nonfinite --mem-limit 16M
+    done
 done
 for model in "$fixtures"/models/*.gguf "$fixtures"/models/*-split; do
     say "$(basename "$model")"
@@ -96,18 +106,28 @@ for model in "$fixtures"/models/*.gguf "$fixtures"/models/*-split; do
         count models same "$model" --tp $tp
         count models same "$model" --tp $tp --dtype f32 --mem-limit 1M
     done
+    for tp in 1 2; do
+        count low same "$model" --tp $tp --dtype fp8
+        count low same "$model" --tp $tp --dtype fp8 --mem-limit 1M
+        count low same "$model" --tp $tp --dtype nvfp4
+        count low same "$model" --tp $tp --dtype nvfp4 --nvfp4-search
+    done
 done
 echo "| conversions, $device and cpu | same bytes | different or failed |"
 echo "|---|---:|---:|"
 row blocks "blocks of every type, in bf16, f16 and f32"
 row models "models at 1, 2 and 4 ranks"
+row encoded "blocks of every type, in fp8 and nvfp4"
+row low "models in fp8 and nvfp4, with and without search"
 
 if command -v compute-sanitizer > /dev/null; then
-    say "compute-sanitizer"
-    rm -rf "$work/gpu"
-    count memcheck compute-sanitizer --tool memcheck --error-exitcode 1 --log-file "$work/memcheck" \
-        "$ggshard" convert "$(echo "$fixtures"/models/*.gguf)" "$work/gpu" --tp 2 --device "$device" > "$work/log"
-    row memcheck "compute-sanitizer memcheck, one conversion"
+    for dtype in bf16 fp8 nvfp4; do
+        say "compute-sanitizer, $dtype"
+        rm -rf "$work/gpu"
+        count memcheck compute-sanitizer --tool memcheck --error-exitcode 1 --log-file "$work/memcheck" \
+            "$ggshard" convert "$(echo "$fixtures"/models/*.gguf)" "$work/gpu" --tp 2 --dtype $dtype --device "$device" > "$work/log"
+    done
+    row memcheck "compute-sanitizer memcheck, conversions to bf16, fp8 and nvfp4"
 else
     echo "| compute-sanitizer is not installed: skipped | | |"
 fi
@@ -118,14 +138,20 @@ say "rates"
 rm -rf "$work/gpu" "$work/cpu"
 rows=$((${MODEL_MB:-512} * 1000000 / (16 * 144)))
 zeros $rows
-for place in cpu "$device"; do
-    say "a conversion, $place"
-    for run in warm timed; do
-        rm -rf "$work/out"
-        time=$(seconds "$ggshard" convert "$work/zeros.gguf" "$work/out" --tp 1 --mapping raw --device "$place") || failed=1
+for form in bf16 fp8 nvfp4; do
+    choice=()
+    if [ $form != bf16 ]; then choice=(--policy "$(policy $form)"); fi
+    for place in cpu "$device"; do
+        say "a conversion to $form, $place"
+        for run in warm timed; do
+            rm -rf "$work/out"
+            time=$(seconds "$ggshard" convert "$work/zeros.gguf" "$work/out" --tp 1 --mapping raw --device "$place" \
+                "${choice[@]}") || failed=1
+        done
+        bytes=$(du -sb "$work/out" | cut -f 1)
+        awk "BEGIN { printf \"| $place | convert Q4_K to $form, %.1f GB written, ${time:-0} s | %.2f | |\\n\",
+            $bytes / 1e9, $bytes / 1e9 / (${time:-0} + 1e-9) }"
     done
-    awk "BEGIN { bytes = $rows * 4096 * 2; printf \"| $place | convert Q4_K, %.1f GB written, ${time:-0} s | %.2f | |\\n\",
-        bytes / 1e9, bytes / 1e9 / (${time:-0} + 1e-9) }"
 done
 echo
 echo "$SECONDS seconds."

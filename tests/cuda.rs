@@ -11,6 +11,8 @@ mod gguf_writer;
 
 #[path = "cuda/double.rs"]
 mod double;
+#[path = "cuda/encoding.rs"]
+mod encoding;
 #[path = "cuda/failures.rs"]
 mod failures;
 #[path = "cuda/resident.rs"]
@@ -126,7 +128,12 @@ fn the_check_for_a_real_device_runs() {
     for info in TYPES.iter().filter(|info| Dequantizer::new(info.ty, Simd::Baseline).is_some()) {
         assert!(stdout.contains(&format!("| cuda:1 | decode {} |", info.name)), "{stdout}");
     }
-    assert!(stdout.contains("| cuda:1 | convert Q4_K, "), "{stdout}");
+    assert!(stdout.contains("| models in fp8 and nvfp4, with and without search | 16 | 0 |"), "{stdout}");
+    for what in
+        ["encode fp8", "encode nvfp4", "encode nvfp4, searched", "convert Q4_K to bf16, ", "convert Q4_K to nvfp4, "]
+    {
+        assert!(stdout.contains(&format!("| cuda:1 | {what}")), "{stdout}");
+    }
 }
 
 #[test]

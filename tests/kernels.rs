@@ -22,7 +22,7 @@ mod samples;
 use std::mem::offset_of;
 use std::sync::LazyLock;
 
-use ggshard::cuda::Launch;
+use ggshard::cuda::{Encode, Encoder, Found, Launch};
 use ggshard::gguf::types::TYPES;
 use library::{Library, sources};
 use samples::{decodable, samples};
@@ -46,12 +46,28 @@ fn rectangles_go_where_they_belong_and_nowhere_else() {
 
 #[test]
 fn fp8_has_the_bits_of_the_rust_encoder() {
-    encoders::fp8_bands(&LIBRARY);
+    encoders::fp8_blocks(&LIBRARY);
 }
 
 #[test]
 fn nvfp4_has_the_bits_of_the_rust_encoder() {
     encoders::nvfp4_blocks(&LIBRARY);
+}
+
+#[test]
+fn any_shape_is_encoded_and_what_is_not_finite_is_counted() {
+    encoders::shapes(&LIBRARY, 1, 30);
+}
+
+#[test]
+fn quotients_are_those_of_ieee_division() {
+    encoders::quotients(&LIBRARY, 1, 4 << 20);
+}
+
+#[test]
+#[ignore = "minutes"]
+fn many_more_quotients_are_those_of_ieee_division() {
+    encoders::quotients(&LIBRARY, 2, 256 << 20);
 }
 
 /// Types with a decoder, and no others, have a kernel, with the blocks of the type table.
@@ -78,6 +94,31 @@ fn the_argument_of_a_kernel_has_one_layout() {
     assert_eq!(LIBRARY.layout().map(|at| at as usize), want);
 }
 
+/// An argument with another layout, another grid, or another number of places would be another kernel's.
+fn encoders_fit_the_kernels(library: &Library) {
+    macro_rules! offsets {
+        ($of:ty: $($field:ident)*) => { [$(offset_of!($of, $field),)* size_of::<$of>()] };
+    }
+    let encode = offsets! { Encode: values stride rows cols codes scales largest sums found whole scale_2 };
+    let found = offsets! { Found: errors values largest_error largest_value nan inf };
+    let want: Vec<u32> = encode.into_iter().chain(found).map(|at| at as u32).collect();
+    assert_eq!(library.encode_layout().to_vec(), want);
+    let [threads, strip, slots] = library.encode_shape();
+    assert_eq!(slots as usize, Encode::SLOTS);
+    for encoder in Encoder::ALL {
+        let grid = encoder.grid(1, 16).unwrap();
+        assert_eq!(grid.threads.iter().product::<u32>(), threads);
+    }
+    let rows = Encoder::Fp8.grid(1, 8).unwrap().threads[1] * strip;
+    assert_eq!(Encoder::Fp8.grid(rows as u64, 8).unwrap().blocks[1], 1);
+    assert_eq!(Encoder::Fp8.grid(rows as u64 + 1, 8).unwrap().blocks[1], 2);
+}
+
+#[test]
+fn the_arguments_of_encoders_have_one_layout_and_grids_fit() {
+    encoders_fit_the_kernels(&LIBRARY);
+}
+
 /// One group more than a block of threads has rounds for takes a second block.
 fn grids_fit_the_kernels(library: &Library) {
     let (threads, rounds) = library.shape();
@@ -97,6 +138,7 @@ fn grids_are_computed_for_the_shape_that_kernels_have() {
 #[test]
 fn accesses_are_as_wide_as_they_can_be() {
     checks::widths(&LIBRARY);
+    encoders::widths(&LIBRARY);
 }
 
 /// The numbers of every table of a source, by the table's first word.

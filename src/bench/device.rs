@@ -1,4 +1,4 @@
-//! What a CUDA device can do: copies, and decoding next to them.
+//! What a CUDA device can do: copies, and decoding and encoding next to them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,8 @@ use serde::Serialize;
 
 use super::machine::noise;
 use super::{Options, median};
-use crate::cuda::{Absence, Device, DriverError, Trial};
+use crate::cuda::{Absence, Device, DriverError, Format, Trial};
+use crate::encode::nvfp4::BlockScale;
 use crate::error::{Fault, Result};
 use crate::gguf::GgmlType;
 use crate::gguf::types::TYPES;
@@ -16,6 +17,8 @@ use crate::gguf::types::TYPES;
 const PINNED: usize = 32 << 20;
 /// The most bytes of bf16 that a kernel makes at a time; more than any cache holds.
 const MOST: u64 = 256 << 20;
+/// Columns of values that are encoded.
+const COLS: u64 = 1024;
 /// Runs of which the median counts, and how long each is at least.
 const RUNS: usize = 5;
 const RUN: Duration = Duration::from_millis(20);
@@ -40,13 +43,13 @@ pub struct DeviceRates {
 /// A rate of a device.
 #[derive(Debug, Clone, Serialize)]
 pub struct DeviceRate {
-    /// `copy in`, `copy out`, `copy` (on the device) or `decode`.
+    /// `copy in`, `copy out`, `copy` (on the device), `decode` or `encode`.
     pub what: &'static str,
-    /// The type that is decoded; empty otherwise.
+    /// The type that is decoded, or the form; empty otherwise.
     pub detail: &'static str,
-    /// Bytes per second, the median of several runs. On the device, of all bytes that are read or written.
+    /// Bytes per second, the median of several runs. On the device, of all bytes that are taken or made.
     pub bytes_per_second: f64,
-    /// Of decoding, the rate divided by that of copying on the device.
+    /// Of decoding and encoding, the rate divided by that of copying on the device.
     pub of_copy: Option<f64>,
 }
 
@@ -85,6 +88,18 @@ pub fn device(ordinal: u32, options: &Options<'_>, each: &mut dyn FnMut(&DeviceR
         let of_copy = Some(bytes_per_second / copied);
         add(DeviceRate { what: "decode", detail: info.name, bytes_per_second, of_copy })?;
     }
+    let nvfp4 = |how| Format::Nvfp4 { scale_2: 1.0 / 2688.0, how };
+    for (detail, format) in
+        [("fp8", Format::Fp8), ("nvfp4", nvfp4(BlockScale::Amax)), ("nvfp4, searched", nvfp4(BlockScale::Searched))]
+    {
+        // As many bytes of values as of weights in bf16.
+        let (rows, cols) = (weights / 2 / COLS, COLS);
+        let made = Trial::encoded(format, rows, cols).unwrap_or(usize::MAX);
+        let time = encode(&device, format, rows, cols, made).map_err(failed)?;
+        let bytes_per_second = rate(rows * cols * 4 + made as u64, time);
+        let of_copy = Some(bytes_per_second / copied);
+        add(DeviceRate { what: "encode", detail, bytes_per_second, of_copy })?;
+    }
     Ok(DeviceRates {
         ordinal,
         name: device.name().to_owned(),
@@ -108,6 +123,16 @@ fn decode(
     blocks.iter_mut().for_each(|byte| *byte &= 0x3F);
     trial.fill(&blocks)?;
     runs(|times| trial.decode(ty, weights, times))
+}
+
+fn encode(device: &Arc<Device>, format: Format, rows: u64, cols: u64, made: usize) -> Result<Duration, DriverError> {
+    let source = (rows * cols * 4) as usize;
+    let mut trial = Trial::new(device, PINNED.min(source), source, made)?;
+    // Numbers below 1, of any size.
+    let mut values = noise(1 << 12);
+    values.iter_mut().for_each(|byte| *byte &= 0x3F);
+    trial.fill(&values)?;
+    runs(|times| trial.encode(format, rows, cols, times))
 }
 
 /// The median time of doing something once, having done it often enough.

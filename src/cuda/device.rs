@@ -1,4 +1,4 @@
-//! A device with the kernels loaded, its streams and its memory. One of the four files of this folder with `unsafe`.
+//! A device with the kernels loaded, its streams and its memory. One of the five files of this folder with `unsafe`.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int, c_void};
@@ -11,6 +11,7 @@ use super::driver::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, Driver, DriverError, Functions, Version,
     call, driver,
 };
+use super::encode::{Encode, Encoder};
 use super::launch::{Grid, Launch, kernel};
 use crate::gguf::GgmlType;
 use crate::gguf::types::TYPES;
@@ -70,6 +71,7 @@ pub(crate) struct Device {
     module: CUmodule,
     artifact: Artifact,
     kernels: BTreeMap<GgmlType, CUfunction>,
+    encoders: BTreeMap<Encoder, CUfunction>,
 }
 
 // SAFETY: the driver's handles may be used by any thread, several at a time; every call here sets the context first.
@@ -100,6 +102,11 @@ impl Drop for Context {
     }
 }
 
+/// A launch that is not even tried.
+pub(super) fn refused(name: String) -> DriverError {
+    DriverError { call: "cuLaunchKernel", code: -1, name }
+}
+
 /// What is freed after a device has failed gives that failure again. There is nothing to be done about it.
 fn freed(result: Result<(), DriverError>) {
     if let Err(error) = result {
@@ -118,9 +125,9 @@ impl Device {
         let about = about(driver, ordinal)?;
         let artifact = choose(about.capability, driver.version)?;
         let context = Context::retain(functions, handle(functions, ordinal)?)?;
-        let (module, kernels) = (std::ptr::null_mut(), BTreeMap::new());
+        let (module, kernels, encoders) = (std::ptr::null_mut(), BTreeMap::new(), BTreeMap::new());
         let version = driver.version;
-        let mut device = Device { functions, ordinal, about, version, context, module, artifact, kernels };
+        let mut device = Device { functions, ordinal, about, version, context, module, artifact, kernels, encoders };
         device.enter()?;
         device.load().map_err(|error| Absence::Refused { artifact: artifact.name, error })?;
         Ok(Arc::new(device))
@@ -133,13 +140,23 @@ impl Device {
         // SAFETY: an image that is part of the program: ELF, or text, with a zero byte at its end. The driver copies it.
         unsafe { call!(functions, cuModuleLoadData(&mut self.module, image.as_ptr().cast())) }?;
         for info in TYPES {
-            let Some(name) = kernel(info.ty).and_then(|name| CString::new(name).ok()) else { continue };
-            let mut function = std::ptr::null_mut();
-            // SAFETY: the module is loaded and the name ends with a zero byte.
-            unsafe { call!(functions, cuModuleGetFunction(&mut function, self.module, name.as_ptr())) }?;
-            self.kernels.insert(info.ty, function);
+            if let Some(name) = kernel(info.ty) {
+                self.kernels.insert(info.ty, self.function(name)?);
+            }
+        }
+        for encoder in Encoder::ALL {
+            self.encoders.insert(encoder, self.function(encoder.kernel())?);
         }
         Ok(())
+    }
+
+    /// A kernel of the module.
+    fn function(&self, name: &'static str) -> Result<CUfunction, DriverError> {
+        let name = CString::new(name).map_err(|_| refused(format!("no kernel has the name {name}")))?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is loaded and the name ends with a zero byte.
+        unsafe { call!(self.functions, cuModuleGetFunction(&mut function, self.module, name.as_ptr())) }?;
+        Ok(function)
     }
 
     /// Makes the device's context that of this thread.
@@ -396,18 +413,43 @@ impl Stream {
     ///
     /// What `launch` reads and writes is memory of this device, and is not used otherwise or freed before the kernel is
     /// waited for.
-    pub unsafe fn launch(&self, ty: GgmlType, mut launch: Launch) -> Result<(), DriverError> {
-        let refused = |name: String| DriverError { call: "cuLaunchKernel", code: -1, name };
+    pub unsafe fn launch(&self, ty: GgmlType, launch: Launch) -> Result<(), DriverError> {
         let kernel = self.device.kernels.get(&ty).ok_or_else(|| refused(format!("no kernel for {ty}")))?;
-        let Grid { blocks, threads } = launch.grid().ok_or_else(|| refused("no grid for the rectangle".to_owned()))?;
-        let mut parameters = [(&raw mut launch).cast::<c_void>()];
-        // SAFETY: the kernel takes one `Launch` by value, which the driver copies before this returns; the caller
-        // answers for what it points to.
+        // SAFETY: this kernel takes one `Launch`; the caller answers for what it points to.
+        unsafe { self.start(*kernel, launch.grid(), launch) }
+    }
+
+    /// Launches an encoding kernel.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Stream::launch`].
+    pub unsafe fn encode(&self, encoder: Encoder, encode: Encode) -> Result<(), DriverError> {
+        let kernel = self.device.encoders.get(&encoder);
+        let kernel = kernel.ok_or_else(|| refused(format!("no kernel {}", encoder.kernel())))?;
+        // SAFETY: this kernel takes one `Encode`; the caller answers for what it points to.
+        unsafe { self.start(*kernel, encoder.grid(encode.rows, encode.cols), encode) }
+    }
+
+    /// Launches a kernel.
+    ///
+    /// # Safety
+    ///
+    /// The kernel takes one `T`, and what that points to is as for [`Stream::launch`].
+    unsafe fn start<T: Copy>(
+        &self,
+        kernel: CUfunction,
+        grid: Option<Grid>,
+        mut argument: T,
+    ) -> Result<(), DriverError> {
+        let Grid { blocks, threads } = grid.ok_or_else(|| refused("no grid for the rectangle".to_owned()))?;
+        let mut parameters = [(&raw mut argument).cast::<c_void>()];
+        // SAFETY: the driver copies the argument before this returns; the caller answers for its type.
         unsafe {
             call!(
                 self.device.functions,
                 cuLaunchKernel(
-                    *kernel,
+                    kernel,
                     blocks[0],
                     blocks[1],
                     blocks[2],

@@ -1,4 +1,4 @@
-//! The driver's functions, found by name in its library. One of the four files of this folder with `unsafe`.
+//! The driver's functions, found by name in its library. One of the five files of this folder with `unsafe`.
 //!
 //! The bindings of cudarc give the names of the library and the types of handles. The functions are looked up here, for
 //! two reasons: one that a driver lacks is a reason that can be told and no panic, and a result code that a newer driver

@@ -1,4 +1,4 @@
-//! Lanes: what one worker has of a device. One of the four files of this folder with `unsafe`.
+//! Lanes: what one worker has of a device. One of the five files of this folder with `unsafe`.
 //!
 //! ```text
 //! input (pinned) ─► source ─► kernels ─► pieces ─► output (pinned)
@@ -18,9 +18,9 @@ use crate::dequant::{FloatType, Nonfinite};
 use crate::gguf::GgmlType;
 
 /// The three counts of a piece.
-const COUNTS: usize = 24;
+pub(super) const COUNTS: usize = 24;
 /// Pieces begin at multiples of this.
-const ALIGN: usize = 256;
+pub(super) const ALIGN: usize = 256;
 /// Beside the pieces of a tile, an output has room for the counts of so many.
 const MOST_PIECES: usize = 1024;
 /// A tile is not made smaller than this where memory is short.
@@ -58,8 +58,8 @@ pub(crate) struct Values {
 
 /// The streams of a device.
 pub(crate) struct Streams {
-    decode: Stream,
-    out: Stream,
+    pub(super) decode: Stream,
+    pub(super) out: Stream,
 }
 
 impl Streams {
@@ -70,13 +70,13 @@ impl Streams {
 
 /// Buffers for one tile, on both sides.
 pub(crate) struct Lane {
-    streams: Arc<Streams>,
-    decoded: Event,
-    copied: Event,
-    input: Pinned,
-    source: Memory,
-    pieces: Memory,
-    output: Pinned,
+    pub(super) streams: Arc<Streams>,
+    pub(super) decoded: Event,
+    pub(super) copied: Event,
+    pub(super) input: Pinned,
+    pub(super) source: Memory,
+    pub(super) pieces: Memory,
+    pub(super) output: Pinned,
     tile: usize,
 }
 

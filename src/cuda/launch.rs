@@ -1,4 +1,4 @@
-//! What a kernel is given, and how many threads it needs: the host's side of `kernels/dequant.cu`.
+//! What a decoding kernel is given, and how many threads it needs: the host's side of `kernels/dequant.cu`.
 
 use crate::dequant::FloatType;
 use crate::gguf::GgmlType;
@@ -14,7 +14,7 @@ const MOST: u64 = i32::MAX as u64;
 /// Threads in x of a transposing block: rows, whose elements lie together in the output.
 const TURNED_X: u32 = 32;
 
-/// The one argument of every kernel, by value. Addresses are the device's.
+/// The one argument of every decoding kernel, by value. Addresses are the device's.
 ///
 /// A kernel decodes `rows` by `cols` elements, columns counted from `skip` elements after the start of a row's first block
 /// on. Column ranges that begin at a later block are said by `source` alone.

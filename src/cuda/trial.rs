@@ -1,10 +1,12 @@
-//! Work for a device that is timed. One of the four files of this folder with `unsafe`.
+//! Work for a device that is timed. One of the five files of this folder with `unsafe`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::device::{Device, Memory, Pinned, Stream};
+use super::area::{Format, Places, enqueue_format};
+use super::device::{Device, Memory, Pinned, Stream, refused};
 use super::driver::DriverError;
+use super::encode::Encode;
 use super::lane::{Piece, Values, reading};
 use super::launch::Launch;
 use crate::dequant::FloatType;
@@ -79,6 +81,28 @@ impl Trial {
         };
         // SAFETY: the source and the output are large enough, which `reading` and `at` check; waited for as above.
         timed(&self.stream, times, || unsafe { self.stream.launch(ty, launch) })
+    }
+
+    /// Bytes of output that encoding takes.
+    pub fn encoded(format: Format, rows: u64, cols: u64) -> Option<usize> {
+        let all = 0..cols;
+        Places::new(rows, cols, std::slice::from_ref(&all), Some(format)).map(|places| places.values)
+    }
+
+    /// How long it takes to encode so many rows and columns of values, with which the source is filled, and to measure what
+    /// became of them.
+    pub fn encode(&mut self, format: Format, rows: u64, cols: u64, times: u32) -> Result<Duration, DriverError> {
+        let all = 0..cols;
+        let places = Places::new(rows, cols, std::slice::from_ref(&all), Some(format));
+        let places = places.ok_or_else(|| refused("values that are too many".to_owned()))?;
+        let bytes = rows.saturating_mul(cols).saturating_mul(4);
+        let values = self.source.at(0, usize::try_from(bytes).unwrap_or(usize::MAX));
+        let encode = Encode { values, stride: cols, rows, cols, ..places.encode(&self.out, 0) };
+        self.stream.device().enter()?;
+        // SAFETY: waited for before anything else happens to the memory.
+        unsafe { self.stream.zero(&self.out, 0, places.zeroed) }.and(self.stream.wait())?;
+        // SAFETY: the source and the output are large enough, which `at` checks; waited for as above.
+        timed(&self.stream, times, || unsafe { enqueue_format(&self.stream, encode, Some(format)) })
     }
 }
 

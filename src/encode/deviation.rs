@@ -35,6 +35,17 @@ impl Deviation {
         f32::from_bits(self.largest_error)
     }
 
+    /// What a device found: sums in words, of which the first counts 2^-320, and each is worth 2^32 of the one before;
+    /// maxima as bits of magnitudes.
+    pub(crate) fn from_words(
+        errors: &[u64; 20],
+        values: &[u64; 20],
+        largest_error: u32,
+        largest_value: u32,
+    ) -> Deviation {
+        Deviation { errors: Sum::of_words(errors), values: Sum::of_words(values), largest_error, largest_value }
+    }
+
     /// The largest magnitude of a value.
     pub fn largest_value(&self) -> f32 {
         f32::from_bits(self.largest_value)
@@ -176,6 +187,13 @@ impl Sum {
         *self += more;
     }
 
+    /// The sum of words that are 32 bits apart.
+    fn of_words(words: &[u64; 20]) -> Sum {
+        let mut sum = Sum::default();
+        words.iter().enumerate().for_each(|(i, word)| sum.add_at(32 * i, *word as u128));
+        sum
+    }
+
     /// The sum, rounded.
     fn nearest(&self) -> f64 {
         // From the top, so that only what is below the result's precision is lost.
@@ -227,6 +245,16 @@ mod tests {
         let mut next = full;
         next += sum(&[2f64.powi(-320)]);
         assert_eq!(next.0[..4], [0, 0, 0, 1]);
+    }
+
+    #[test]
+    fn words_of_a_device_are_carried() {
+        let mut words = [0; 20];
+        words[1] = u64::MAX;
+        words[2] = 1 << 32 | 3;
+        words[19] = 5;
+        // Bit 32 on: 2^64 - 1. Bit 64 on: 2^32 + 3, to which the former carries 2^32 - 1.
+        assert_eq!(Sum::of_words(&words).0, [0xFFFF_FFFF_0000_0000, (1 << 33) + 2, 0, 0, 0, 0, 0, 0, 0, 5 << 32]);
     }
 
     #[test]

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::encode::{Area, Chunk, Encoding, Measured, chunks, encodings};
+use super::encode::{Area, Chunk, ENCODED_TILES, Encoding, Measured, TOGETHER, chunks, encodings};
 use super::job::{Job, Wanted, jobs};
-use super::stage::{CPU_TILE, Stage};
+use super::stage::Stage;
 use super::tile::{Context, Scratch, Tile, tiles, unit, unit_of};
 use super::{Device, Observer, Reads, Resident, Sink};
 use crate::dequant::{Dequantizer, Nonfinite, Simd};
@@ -54,9 +54,6 @@ const SMALLEST_TILE: u64 = 64 << 10;
 /// The most that a worker's buffers take, in tiles: a transposed tile is up to four tiles large, and there are its values,
 /// the same as `f32` before they are bf16, and turned.
 const TILES_PER_WORKER: u64 = 16;
-/// Elements of a band that is encoded, for each byte of a tile. Its values take four bytes each, those of one of several
-/// slices as many again, and what comes of them one.
-const ENCODED_TILES: u64 = 2;
 
 impl Options {
     /// The number of workers, and bytes of output per tile, that stay within [`Options::buffer_bytes`].
@@ -247,13 +244,19 @@ impl Shared<'_> {
             let next = lock(&self.queue).next();
             let Some(work) = next else { return };
             let done = options.check_cancel().and_then(|()| match (&work, &mut lane) {
-                (Work::Measure(chunk), _) => context.measure(chunk, self.measured, &mut scratch).map(|()| 0),
-                (Work::Encode(encoding, area), _) => {
+                (Work::Measure(chunk), Some((stage, lane))) => {
+                    stage.measure(context, lane, chunk, self.measured, &mut scratch).map(|()| 0)
+                }
+                (Work::Measure(chunk), None) => {
+                    context.measure(chunk, u64::MAX, self.measured, &mut scratch).map(|()| 0)
+                }
+                (Work::Encode(encoding, area), lane) => {
                     let scale = self.measured.scale(encoding.leader(context.plan, area));
-                    // Without its scale it is not encoded: the run has failed.
-                    match self.stop.load(Ordering::Relaxed) {
-                        true => Ok(0),
-                        false => context.encode(encoding, area, scale, &mut scratch),
+                    match lane {
+                        // Without its scale it is not encoded: the run has failed.
+                        _ if self.stop.load(Ordering::Relaxed) => Ok(0),
+                        Some((stage, lane)) => stage.encode(context, lane, encoding, area, scale, &mut scratch),
+                        None => context.encode(encoding, area, scale, &mut scratch),
                     }
                 }
                 (Work::WeightScales(param), _) => context.put_weight_scales(*param, self.measured, self.wanted),
@@ -398,10 +401,13 @@ impl Queue<'_> {
     /// For each encoding of the current parameter, its areas and the bytes that they read.
     fn encoding(&self, code: Code, scales: u32) -> Vec<(Vec<Work>, u64)> {
         let plan = self.engine.plan;
-        let tile = self.stage.map_or(self.engine.options.tile_bytes, |_| CPU_TILE);
+        let most = self.engine.options.tile_bytes * ENCODED_TILES;
         let work = |encoding: Encoding| {
             let encoding = Arc::new(encoding);
-            let areas = encoding.areas(plan, tile * ENCODED_TILES);
+            let areas = match self.stage {
+                Some(stage) => stage.areas(plan, &encoding),
+                None => encoding.areas(plan, most, TOGETHER),
+            };
             let reads = areas.iter().map(|area| encoding.reads(plan, area)).sum();
             (areas.into_iter().map(|area| Work::Encode(encoding.clone(), area)).collect(), reads)
         };
@@ -421,7 +427,7 @@ impl Queue<'_> {
             return all;
         }
         let plan = self.engine.plan;
-        let most = self.stage.map_or(self.engine.options.tile_bytes, |_| CPU_TILE) * ENCODED_TILES / 4;
+        let most = self.stage.map_or(self.engine.options.tile_bytes * ENCODED_TILES / 4, Stage::measures);
         let (mut ready, mut held) = (Vec::with_capacity(all.len()), Vec::new());
         for work in all {
             let leaders: Vec<u32> = match &work {

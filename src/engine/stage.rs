@@ -1,4 +1,4 @@
-//! The device stage: tiles that a CUDA device decodes.
+//! The device stage: tiles that a CUDA device decodes. Areas that it encodes are in `encode/device.rs`.
 //!
 //! A worker has a lane: it fills the lane's input from the source, has the device decode every piece of the tile, and
 //! hands the pieces to the sink, in steps that stay in its cache, while other workers' tiles are on their way. The jobs,
@@ -16,12 +16,12 @@ use crate::dequant::FloatType;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgmlType;
 use crate::mapping::ValueOp;
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedSource};
 use crate::threads::lock;
 
 /// Tiles for devices, where memory allows: large enough for copies at full speed.
 const TILES: Range<u64> = 16 << 20..64 << 20;
-/// Tiles that the CPU decodes beside them: constants, elements that no device decodes, and parameters that are encoded.
+/// Tiles that the CPU decodes beside them: constants, and elements that no device decodes.
 pub(super) const CPU_TILE: u64 = 128 << 10;
 /// What a worker takes for those, in such tiles.
 const CPU_TILES: u64 = 16;
@@ -41,8 +41,8 @@ pub(super) struct Stage {
     failed: AtomicBool,
 }
 
-/// The region of a source that a tile reads, as blocks.
-struct Region {
+/// A rectangle of a source, as blocks.
+pub(super) struct Region {
     source: u32,
     op: ValueOp,
     ty: GgmlType,
@@ -69,6 +69,11 @@ impl Region {
                 (source, op, start + tile.rows.start * stride + tile.cols.start, stride)
             }
         };
+        Region::new(plan, source, op, first, stride, rows, cols)
+    }
+
+    /// Rows of `cols` elements, `stride` apart, of a source; none where they do not begin alike in their blocks.
+    pub fn new(plan: &Plan, source: u32, op: ValueOp, first: u64, stride: u64, rows: u64, cols: u64) -> Option<Region> {
         let ty = plan.sources[source as usize].ty;
         if rows > 1 && !stride.is_multiple_of(ty.block()) {
             return None;
@@ -78,8 +83,13 @@ impl Region {
         Some(Region { source, op, ty, first, stride, rows, cols, skip, row_bytes })
     }
 
+    /// The type of its elements.
+    pub fn ty(&self) -> GgmlType {
+        self.ty
+    }
+
     /// Bytes that are sent.
-    fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.rows * self.row_bytes
     }
 
@@ -94,8 +104,8 @@ impl Region {
         })
     }
 
-    /// Columns of the tile, counted from its first, as a piece.
-    fn piece(&self, cols: Range<u64>, transpose: bool) -> Piece {
+    /// Columns, counted from the first, as a piece of an input that begins with this region.
+    pub fn piece(&self, cols: Range<u64>, transpose: bool) -> Piece {
         let skip = self.skip + cols.start;
         Piece {
             source: (skip / self.ty.block() * self.ty.block_bytes()) as usize,
@@ -105,6 +115,18 @@ impl Region {
             cols: cols.end - cols.start,
             transpose,
         }
+    }
+
+    /// All columns, likewise, where the region begins at a byte of the input.
+    pub fn piece_at(&self, start: usize, transpose: bool) -> Piece {
+        let piece = self.piece(0..self.cols, transpose);
+        Piece { source: start + piece.source, ..piece }
+    }
+
+    /// What is made of the elements.
+    pub fn values(&self, context: &Context<'_>, dtype: FloatType, scratch: &mut Scratch) -> Result<Values> {
+        let scale = self.op.scale.map(|(source, element)| context.scale(source, element, scratch)).transpose()?;
+        Ok(Values { ty: self.ty, scale, add: self.op.add, dtype })
     }
 }
 
@@ -174,7 +196,32 @@ impl Stage {
         }
     }
 
-    fn decodes(&self, ty: GgmlType) -> bool {
+    /// Whether the CPU does everything from now on.
+    pub fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// A device has failed on a source of the tensor `name`: an error, unless the CPU is to go on.
+    pub fn fail(&self, lane: &Lane, name: &str, source: &PlannedSource, error: &cuda::DriverError) -> Result<()> {
+        let device = lane.device().title();
+        if !self.fallback {
+            let fault = Fault::new(format!("{device} failed on '{}' ({}): {error}", source.name, source.ty));
+            let remedy = "See `ggshard devices`; decode with --device cpu, which gives the same bytes";
+            return Err(fault.tensor(name).remedy(remedy).device());
+        }
+        if !self.failed.swap(true, Ordering::Relaxed) {
+            tracing::warn!("tensor '{name}': {device} failed, and the CPU goes on: {error}");
+        }
+        Ok(())
+    }
+
+    /// Bytes of a tile's input, and of its output.
+    pub fn tile(&self) -> u64 {
+        self.tile
+    }
+
+    /// Whether every device decodes a type.
+    pub fn decodes(&self, ty: GgmlType) -> bool {
         self.devices.iter().all(|device| device.decodes(ty))
     }
 
@@ -200,32 +247,17 @@ impl Stage {
         let (Some(region), Some(dtype)) = (region, float_type(param.dtype)) else {
             return on_cpu(context, job, tile, scratch);
         };
-        if self.failed.load(Ordering::Relaxed) {
+        if self.has_failed() {
             return on_cpu(context, job, tile, scratch);
         }
         let mut written = 0;
         match on_device(context, lane, &region, dtype, job, tile, scratch, &mut written) {
             Ok(()) => Ok(written),
             Err(Failure::Other(error)) => Err(error),
-            Err(Failure::Device(error, _)) if !self.fallback => Err(Fault::new(format!(
-                "{} failed on '{}' ({}): {error}",
-                lane.device().title(),
-                plan.sources[region.source as usize].name,
-                region.ty
-            ))
-            .tensor(&param.name)
-            .remedy("See `ggshard devices`; decode with --device cpu, which gives the same bytes")
-            .device()),
             Err(Failure::Device(error, done)) => {
-                if !self.failed.swap(true, Ordering::Relaxed) {
-                    tracing::warn!(
-                        "tensor '{}': {} failed, and the CPU goes on: {error}",
-                        param.name,
-                        lane.device().title()
-                    );
-                }
-                // Its bytes were fetched before, and are in the page cache.
-                let again = Context { reads: &Reads::default(), observer: None, ..*context };
+                self.fail(lane, &param.name, &plan.sources[region.source as usize], &error)?;
+                let reads = Reads::default();
+                let again = context.again(&reads);
                 let rest = Job { outputs: job.outputs[done..].to_vec(), ..job.clone() };
                 Ok(written + on_cpu(&again, &rest, tile, scratch)?)
             }
@@ -267,9 +299,8 @@ fn on_device(
     scratch: &mut Scratch,
     written: &mut u64,
 ) -> Result<(), Failure> {
-    let scale = region.op.scale.map(|(source, element)| context.scale(source, element, scratch)).transpose()?;
-    let values = Values { ty: region.ty, scale, add: region.op.add, dtype };
-    fill(context, lane, region, scratch)?;
+    let values = region.values(context, dtype, scratch)?;
+    fill(context, lane, 0, region, scratch)?;
     let transpose = matches!(job.read, Read::Transposed { .. });
     // Outputs that take the same columns one after the other share a piece.
     let taken: Vec<Range<u64>> = job.outputs.iter().map(|output| columns(job, output, tile)).collect();
@@ -370,9 +401,14 @@ fn columns(job: &Job, output: &Output, tile: &Tile) -> Range<u64> {
     }
 }
 
-/// Copies the blocks of a region into the lane's input.
-fn fill(context: &Context<'_>, lane: &mut Lane, region: &Region, scratch: &mut Scratch) -> Result<()> {
-    let mut at = 0;
+/// Copies the blocks of a region into the lane's input, from a byte on.
+pub(super) fn fill(
+    context: &Context<'_>,
+    lane: &mut Lane,
+    mut at: usize,
+    region: &Region,
+    scratch: &mut Scratch,
+) -> Result<()> {
     for range in region.ranges() {
         context.reads.record(region.source, range.clone());
         let mut start = range.start;

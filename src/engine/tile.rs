@@ -136,6 +136,11 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
+    /// The same for source bytes that were fetched before, and are in the page cache: they are not noted again.
+    pub fn again<'a>(&'a self, reads: &'a Reads) -> Context<'a> {
+        Context { reads, observer: None, ..*self }
+    }
+
     /// Decodes a tile and hands it to the sink. Gives the number of bytes written.
     pub fn execute(&self, job: &Job, tile: &Tile, scratch: &mut Scratch) -> Result<u64> {
         let dtype = self.plan.params[job.param as usize].dtype;

@@ -1,5 +1,5 @@
 // A test double of the CUDA driver's library: devices whose memory is the host's, and whose kernels are those of
-// kernels/dequant.cu, compiled for the host. It has the functions that src/cuda/driver.rs lists, and no others.
+// kernels/kernels.cu, compiled for the host. It has the functions that src/cuda/driver.rs lists, and no others.
 //
 // It is stricter than a driver. Nothing runs when it is enqueued: a stream's work runs when somebody waits for it, in the
 // stream's order and behind the events that it waits for, so that a wait which is missing gives wrong bytes. Every copy and
@@ -16,161 +16,7 @@
 //   launch=N         the N-th launch fails, copy_in=N and copy_out=N that copy, when it runs; the device is lost then
 //   report=FILE      where `name value` lines go at exit
 
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <string>
-#include <unistd.h>
-
-// ---- What the kernels need
-
-static void check_access(const void *address, std::size_t bytes);
-#define BEFORE_ACCESS(address, bytes) check_access(address, bytes)
-#define __global__
-#define __launch_bounds__(...)
-
-struct Index {
-    unsigned x = 0, y = 0, z = 0;
-};
-static thread_local Index blockIdx, threadIdx, blockDim, gridDim;
-
-static void atomicAdd(unsigned long long *to, unsigned long long value) {
-    check_access(to, sizeof *to);
-    *to += value;
-}
-
-#include "../../kernels/dequant.cu"
-
-using Kernel = void (*)(Launch);
-
-struct Named {
-    const char *name;
-    Kernel run;
-};
-
-#define NAMED(TYPE) {"ggshard_" #TYPE, ggshard_##TYPE},
-static Named KERNELS[] = {FOR_EACH_TYPE(NAMED)};
-
-// ---- State
-
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101, NOT_FOUND = 500, LOST = 719 };
-
-[[noreturn]] static void misuse(const char *what) {
-    std::fprintf(stderr, "driver double: misuse: %s\n", what);
-    std::abort();
-}
-
-struct Context {
-    int device = 0, retained = 0;
-    bool lost = false;
-};
-
-struct Stream {
-    Context *context;
-    std::deque<std::function<void()>> work;
-    std::uint64_t enqueued = 0, executed = 0;
-};
-
-struct Event {
-    Context *context;
-    Stream *stream = nullptr;
-    std::uint64_t position = 0;
-};
-
-struct Allocation {
-    std::size_t bytes;
-    Context *context;
-};
-
-struct Module {
-    Context *context;
-};
-
-static std::recursive_mutex mutex;
-static bool initialised = false;
-static Context contexts[8];
-static thread_local Context *current = nullptr;
-static std::map<std::uintptr_t, Allocation> device_memory, pinned_memory;
-static std::set<Stream *> streams;
-static std::set<Event *> events;
-static std::set<Module *> modules;
-static std::map<std::string, std::uint64_t> counts;
-
-static std::string setting(const char *name) {
-    const char *all = std::getenv("GGSHARD_DOUBLE");
-    const std::string text = std::string(",") + (all ? all : "") + ",", key = std::string(",") + name + "=";
-    const auto at = text.find(key);
-    return at == std::string::npos ? "" : text.substr(at + key.size(), text.find(',', at + 1) - at - key.size());
-}
-
-static std::uint64_t number(const char *name, std::uint64_t otherwise) {
-    const std::string value = setting(name);
-    return value.empty() ? otherwise : std::strtoull(value.c_str(), nullptr, 10);
-}
-
-// Whether this is the call of that name that a setting makes fail.
-static bool fails(const char *name) { return ++counts[name] == number(name, 0); }
-
-static void most(const char *name, std::uint64_t value) {
-    if (value > counts[name]) {
-        counts[name] = value;
-    }
-}
-
-static std::size_t allocated(const std::map<std::uintptr_t, Allocation> &memory, const Context *context) {
-    std::size_t bytes = 0;
-    for (const auto &[start, allocation] : memory) {
-        bytes += !context || allocation.context == context ? allocation.bytes : 0;
-    }
-    return bytes;
-}
-
-static bool within(const std::map<std::uintptr_t, Allocation> &memory, const void *address, std::size_t bytes,
-                   const Context *context) {
-    const auto at = reinterpret_cast<std::uintptr_t>(address);
-    auto next = memory.upper_bound(at);
-    if (next == memory.begin()) {
-        return false;
-    }
-    --next;
-    return at - next->first <= next->second.bytes && bytes <= next->second.bytes - (at - next->first) &&
-           (!context || next->second.context == context);
-}
-
-// The allocations that the running kernel was given.
-static std::uintptr_t source_start, source_end, out_start, out_end, counts_start, counts_end;
-
-// Where this library begins and ends in memory, as the linker says: the kernels' tables are in it.
-extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end;
-
-static void check_access(const void *address, std::size_t bytes) {
-    const auto at = reinterpret_cast<std::uintptr_t>(address);
-    const auto in = [=](std::uintptr_t start, std::uintptr_t end) { return start <= at && at + bytes <= end; };
-    const auto library = reinterpret_cast<std::uintptr_t>(&__ehdr_start), end = reinterpret_cast<std::uintptr_t>(&_end);
-    if (!in(source_start, source_end) && !in(out_start, out_end) && !in(counts_start, counts_end) && !in(library, end)) {
-        misuse("a kernel reaches beyond the memory that it was given");
-    }
-    if (at % bytes != 0 && bytes <= 16) {
-        misuse("a kernel's access is not aligned");
-    }
-}
-
-static void bounds(const void *address, std::uintptr_t &start, std::uintptr_t &end) {
-    auto next = device_memory.upper_bound(reinterpret_cast<std::uintptr_t>(address));
-    if (next == device_memory.begin()) {
-        misuse("a kernel is given memory that is not allocated");
-    }
-    --next;
-    start = next->first;
-    end = next->first + next->second.bytes;
-}
+#include "state.hpp"
 
 // Runs a stream's work up to a position.
 static void run(Stream *stream, std::uint64_t position) {
@@ -594,11 +440,16 @@ int cuLaunchKernel(Named *function, unsigned grid_x, unsigned grid_y, unsigned g
     }
     const Index grid{grid_x, grid_y, grid_z}, block{block_x, block_y, block_z};
     if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z || grid.y > 65535 || grid.z > 65535 ||
-        block.x * block.y * block.z > THREADS) {
+        block.x * block.y * block.z > (function->decode ? THREADS : ENCODE_THREADS)) {
         return INVALID_VALUE;
     }
-    Launch launch;
-    std::memcpy(&launch, parameters[0], sizeof launch);
+    Launch launch{};
+    Encode encode{};
+    if (function->decode) {
+        std::memcpy(&launch, parameters[0], sizeof launch);
+    } else {
+        std::memcpy(&encode, parameters[0], sizeof encode);
+    }
     Context *const context = current;
     counts[std::string("device_") + std::to_string(context->device)]++;
     counts[function->name]++;
@@ -609,20 +460,25 @@ int cuLaunchKernel(Named *function, unsigned grid_x, unsigned grid_y, unsigned g
         if (context->lost) {
             return;
         }
-        if (!within(device_memory, launch.source, 1, context) || !within(device_memory, launch.out, 1, context) ||
-            !within(device_memory, launch.counts, 24, context)) {
-            misuse("a kernel is given memory that is not this device's");
+        given.clear();
+        if (function->decode) {
+            give(launch.source, context);
+            give(launch.out, context);
+            give(launch.counts, 24, context);
+        } else {
+            give(function->name, encode, context);
         }
-        bounds(launch.source, source_start, source_end);
-        bounds(launch.out, out_start, out_end);
-        bounds(launch.counts, counts_start, counts_end);
         blockDim = block;
         gridDim = grid;
         for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++) {
             for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) {
                 for (threadIdx.y = 0; threadIdx.y < block.y; threadIdx.y++) {
                     for (threadIdx.x = 0; threadIdx.x < block.x; threadIdx.x++) {
-                        function->run(launch);
+                        if (function->decode) {
+                            function->decode(launch);
+                        } else {
+                            function->encode(encode);
+                        }
                     }
                 }
             }

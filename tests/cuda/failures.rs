@@ -9,12 +9,12 @@ use ggshard::gguf::GgmlType;
 use super::double::{Double, compare, convert, files, fixture};
 use super::gguf_writer::{BuiltTensor, GgufBuilder};
 
-fn text(output: &Output) -> String {
+pub fn text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 /// Nothing in the folder is what a program would load.
-fn no_checkpoint(folder: &Path) {
+pub fn no_checkpoint(folder: &Path) {
     let passes = |name: &String| name.ends_with(".safetensors") || name.ends_with("ggshard.json");
     let files = files(folder);
     assert!(!files.keys().any(passes), "{:?}", files.keys());
@@ -115,7 +115,7 @@ fn short_memory_makes_tiles_smaller() {
 }
 
 /// Failures in the middle, as settings of the double.
-const FAILURES: [&str; 8] =
+pub const FAILURES: [&str; 8] =
     ["launch=1", "launch=7", "launch=100", "copy_in=1", "copy_in=20", "copy_out=1", "copy_out=33", "copy_out=150"];
 
 #[test]

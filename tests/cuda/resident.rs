@@ -68,7 +68,7 @@ fn in_the_child() {
     drop(source.rank_on(options.clone(), 0).unwrap().next().unwrap().unwrap());
     assert!(matches!(source.rank_on(options, 2).err(), Some(Error::Device(_))));
 
-    // Encoded weights are made by the host, and kept ones only moved.
+    // Encoded weights come from the device by way of the host, and kept ones are only moved.
     for (dtype, memory, threads) in [("fp8", 0, 1), ("nvfp4", 50_000, 3), ("keep", 0, 2)] {
         let keep_or = (dtype == "keep").then_some(FloatType::BF16);
         let weights = WeightOptions { memory, threads, keep_or, ..WeightOptions::default() };

@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use ggshard::cuda::{Grid, Launch};
+use ggshard::cuda::{Encode, Encoder, Grid, Launch};
 
 /// `kernels/` of the repository.
 pub fn sources() -> PathBuf {
@@ -29,9 +29,9 @@ type Run = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const La
 type Accesses = unsafe extern "C" fn(u32) -> u32;
 type Layout = unsafe extern "C" fn(*mut u32);
 type Shape = unsafe extern "C" fn(*mut u32, *mut u32);
-type Fp8 = unsafe extern "C" fn(*const f32, u64, u64, *mut u8, *mut f32);
-type Nvfp4 = unsafe extern "C" fn(*const f32, u64, f32, c_int, *mut u8, *mut u8);
-type Scale2 = unsafe extern "C" fn(*const f32, u64) -> f32;
+type RunEncoder = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const Encode, c_int) -> c_int;
+type Shapes = unsafe extern "C" fn(*mut u32, *mut u32, *mut u32);
+type Divide = unsafe extern "C" fn(*const f32, *const f32, u64, *mut f32);
 
 /// The loaded library. Never unloaded.
 pub struct Library {
@@ -41,9 +41,10 @@ pub struct Library {
     accesses: Accesses,
     layout: Layout,
     shape: Shape,
-    fp8: Fp8,
-    nvfp4: Nvfp4,
-    scale_2: Scale2,
+    run_encoder: RunEncoder,
+    encode_layout: Layout,
+    encode_shape: Shapes,
+    divide: Divide,
 }
 
 impl Library {
@@ -79,9 +80,10 @@ impl Library {
                 accesses: std::mem::transmute::<*mut c_void, Accesses>(find(c"host_accesses")),
                 layout: std::mem::transmute::<*mut c_void, Layout>(find(c"host_layout")),
                 shape: std::mem::transmute::<*mut c_void, Shape>(find(c"host_shape")),
-                fp8: std::mem::transmute::<*mut c_void, Fp8>(find(c"host_fp8")),
-                nvfp4: std::mem::transmute::<*mut c_void, Nvfp4>(find(c"host_nvfp4")),
-                scale_2: std::mem::transmute::<*mut c_void, Scale2>(find(c"host_nvfp4_scale_2")),
+                run_encoder: std::mem::transmute::<*mut c_void, RunEncoder>(find(c"host_encode")),
+                encode_layout: std::mem::transmute::<*mut c_void, Layout>(find(c"host_encode_layout")),
+                encode_shape: std::mem::transmute::<*mut c_void, Shapes>(find(c"host_encode_shape")),
+                divide: std::mem::transmute::<*mut c_void, Divide>(find(c"host_divide")),
             }
         }
     }
@@ -135,28 +137,39 @@ impl Library {
         (threads, rounds)
     }
 
-    /// A band in fp8: codes, and scales.
-    pub fn fp8(&self, values: &[f32], rows: usize, cols: usize) -> (Vec<u8>, Vec<f32>) {
-        assert_eq!(values.len(), rows * cols);
-        let (mut codes, mut scales) = (vec![0; rows * cols], vec![0.0; cols.div_ceil(128)]);
-        // SAFETY: all have the lengths that rows and columns demand.
-        unsafe { (self.fp8)(values.as_ptr(), rows as u64, cols as u64, codes.as_mut_ptr(), scales.as_mut_ptr()) };
-        (codes, scales)
+    /// Runs an encoding kernel, threads from the first or from the last on. Memory is as for [`Library::launch`].
+    pub fn encode(&self, encoder: Encoder, encode: &Encode, backwards: bool) {
+        let name = CString::new(encoder.kernel()).unwrap();
+        let grid = encoder.grid(encode.rows, encode.cols).unwrap();
+        let (blocks, threads) = (grid.blocks.as_ptr(), grid.threads.as_ptr());
+        // SAFETY: as for `launch`.
+        let misaligned = unsafe { (self.run_encoder)(name.as_ptr(), blocks, threads, encode, backwards as c_int) };
+        assert_eq!(misaligned, 0, "{encoder:?}: misaligned accesses, or no such kernel");
     }
 
-    /// Blocks of 16 in nvfp4: packed codes, and scales.
-    pub fn nvfp4(&self, values: &[f32], scale_2: f32, searched: bool) -> (Vec<u8>, Vec<u8>) {
-        let blocks = values.len() / 16;
-        let (mut packed, mut scales) = (vec![0; 8 * blocks], vec![0; blocks]);
-        let (codes, scale) = (packed.as_mut_ptr(), scales.as_mut_ptr());
-        // SAFETY: there are 16 values, 8 bytes and one scale per block.
-        unsafe { (self.nvfp4)(values.as_ptr(), blocks as u64, scale_2, searched as c_int, codes, scale) };
-        (packed, scales)
+    /// Offsets of the fields of `Encode`, and its size; then those of `Found`.
+    pub fn encode_layout(&self) -> [u32; 19] {
+        let mut at = [0; 19];
+        // SAFETY: 19 integers are written.
+        unsafe { (self.encode_layout)(at.as_mut_ptr()) };
+        at
     }
 
-    /// The `weight_scale_2` of nvfp4.
-    pub fn scale_2(&self, values: &[f32]) -> f32 {
-        // SAFETY: so many values are read.
-        unsafe { (self.scale_2)(values.as_ptr(), values.len() as u64) }
+    /// Threads of a block of an encoding kernel, rows of a strip, and how many of `Found` there are.
+    pub fn encode_shape(&self) -> [u32; 3] {
+        let [mut threads, mut strip, mut slots] = [0; 3];
+        // SAFETY: three integers are written.
+        unsafe { (self.encode_shape)(&mut threads, &mut strip, &mut slots) };
+        [threads, strip, slots]
+    }
+
+    /// Quotients of values and divisors.
+    pub fn divide(&self, values: &[f32], divisors: &[f32]) -> Vec<f32> {
+        assert_eq!(values.len(), divisors.len());
+        let mut quotients = vec![0.0; values.len()];
+        let count = values.len() as u64;
+        // SAFETY: all three have this length.
+        unsafe { (self.divide)(values.as_ptr(), divisors.as_ptr(), count, quotients.as_mut_ptr()) };
+        quotients
     }
 }

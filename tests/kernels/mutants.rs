@@ -13,7 +13,8 @@ use crate::samples::samples;
 use crate::{checks, encoders};
 
 /// Sources whose numbers are changed. `machine.cuh` is left out: what it says for the device, the host does not run.
-const FILES: [&str; 5] = ["dequant.cuh", "convert.cuh", "encode.cuh", "dequant.cu", "grids.cuh"];
+const FILES: [&str; 7] =
+    ["dequant.cuh", "convert.cuh", "divide.cuh", "encode.cuh", "dequant.cu", "encode.cu", "grids.cuh"];
 
 /// Changes after which the kernels do the same: a part of the line, the number, which other numbers, and why.
 type Same = (&'static str, &'static str, fn(u64) -> bool, &'static str);
@@ -63,6 +64,15 @@ const SAME: &[Same] = &[
         |n| n.abs_diff(0x40C0_0000) < 0x0020_0000,
         "what is nearer to 6 than to its neighbours has its code",
     ),
+    ("double lanes[16]", "16", |n| n > 16, "an array may be too long"),
+    ("u32 highest = 0;", "0", |n| n < 0x0080_0000, "counts look for values that are not finite"),
+    ("if (highest < 0x7F800000)", "0x7F800000", |n| n < 0x7F80_0000, "nothing is added where there is none"),
+    ("if (place < -52 || place > 640 - 53)", "52", |n| n > 30, "no square of an f32 is so small"),
+    ("if (place < -52 || place > 640 - 53)", "640", |n| n > 600, "no sum of squares is so large"),
+    ("if (place < -52 || place > 640 - 53)", "53", |n| n < 100, "no sum of squares is so large"),
+    ("(word & ((1ull << 52) - 1)) | 1ull << 52", "52", |n| n == 53, "that bit is set anyway"),
+    ("(place < 0 ? -place : 0)", "0", |n| n == 1, "at 0 nothing is shifted either way"),
+    ("place < 0 ? 0 : place, shift", "0", |n| n == 1, "at 0 either is 0"),
     ("scale < 1 ? 1 : scale", "1", |n| n == 0 || n == 2, "0 is never better, and 2 is tried anyway"),
     ("mul(least, 65535.0f / 65536)", "65536", |n| n > 16384, "errors that are so close do not occur"),
 ];
@@ -182,13 +192,17 @@ fn examine() {
     super::every_type_has_its_block(&library);
     super::grids_fit_the_kernels(&library);
     checks::widths(&library);
+    encoders::widths(&library);
     for sample in samples() {
         checks::weights(&library, &sample);
         checks::outputs(&library, &sample);
     }
     checks::rectangles(&library, 1, 1000);
-    encoders::fp8_bands(&library);
+    super::encoders_fit_the_kernels(&library);
+    encoders::quotients(&library, 3, 1 << 18);
+    encoders::fp8_blocks(&library);
     encoders::nvfp4_blocks(&library);
+    encoders::shapes(&library, 2, 10);
 }
 
 /// Changes so many numbers, chosen by a seed, and panics with those that nobody noticed.

@@ -18,10 +18,10 @@ use crate::threads::{lock, wait};
 #[derive(Debug)]
 pub(in super::super) struct Chunk {
     /// The first of the weights that share the scale.
-    leader: u32,
-    source: u32,
-    elements: Range<u64>,
-    op: ValueOp,
+    pub(super) leader: u32,
+    pub(super) source: u32,
+    pub(super) elements: Range<u64>,
+    pub(super) op: ValueOp,
 }
 
 /// The runs of weights that share the scale of `leader`, of about `most` elements, between blocks.
@@ -76,7 +76,7 @@ impl Measured {
     }
 
     /// A chunk of a leader is measured.
-    fn add(&self, leader: u32, largest: f32) {
+    pub(super) fn add(&self, leader: u32, largest: f32) {
         let mut known = lock(&self.known);
         if let Some(state) = known.by_leader.get_mut(&leader) {
             state.left = state.left.saturating_sub(1);
@@ -110,10 +110,24 @@ impl Measured {
 
 impl Context<'_> {
     /// Finds the largest magnitude of a chunk. What is not finite does not count; encoding refuses or reports it.
-    pub fn measure(&self, chunk: &Chunk, measured: &Measured, scratch: &mut Scratch) -> Result<()> {
+    /// Of about `most` elements at a time.
+    pub fn measure(&self, chunk: &Chunk, most: u64, measured: &Measured, scratch: &mut Scratch) -> Result<()> {
+        let block = self.plan.sources[chunk.source as usize].ty.block();
+        let step = (most / block).max(1) * block;
+        let (mut at, mut largest) = (chunk.elements.start, 0.0_f32);
+        while at < chunk.elements.end {
+            let end = (at / step + 1).saturating_mul(step).min(chunk.elements.end);
+            largest = largest.max(self.largest(chunk, at..end, scratch)?);
+            at = end;
+        }
+        measured.add(chunk.leader, largest);
+        Ok(())
+    }
+
+    fn largest(&self, chunk: &Chunk, elements: Range<u64>, scratch: &mut Scratch) -> Result<f32> {
         let mut values = std::mem::take(&mut scratch.encode.values);
-        values.resize((chunk.elements.end - chunk.elements.start) as usize, 0.0);
-        let done = self.floats(chunk.source, chunk.elements.clone(), chunk.op, &mut values, scratch);
+        values.resize((elements.end - elements.start) as usize, 0.0);
+        let done = self.floats(chunk.source, elements, chunk.op, &mut values, scratch);
         let largest = match nvfp4::amax_on(self.simd, &values) {
             largest if largest.is_finite() => largest,
             _ => values
@@ -122,8 +136,6 @@ impl Context<'_> {
                 .fold(0.0, |largest: f32, value| largest.max(value.abs())),
         };
         scratch.encode.values = values;
-        done?;
-        measured.add(chunk.leader, largest);
-        Ok(())
+        done.map(|()| largest)
     }
 }

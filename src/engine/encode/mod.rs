@@ -10,6 +10,7 @@
 //! and not the source. Row-parallel ranks hold columns of the same rows: their slices are gathered side by side, so that a
 //! source block on the border of two is read once.
 
+mod device;
 mod gather;
 mod measure;
 
@@ -23,12 +24,15 @@ use crate::dequant::Nonfinite;
 use crate::dtype::Dtype;
 use crate::encode::{Deviation, fp8, nvfp4};
 use crate::error::Result;
-use crate::plan::{Code, Origin, ParamCut, Piece, Plan};
+use crate::plan::{Code, Origin, ParamCut, Piece, Plan, Region};
 
 /// Rows of a band: those of the tallest blocks.
 const BAND: u64 = fp8::BLOCK as u64;
 /// Elements that a worker encodes before it hands the scales on: rows of scales are short, and go together.
-const TOGETHER: u64 = 4 << 20;
+pub(super) const TOGETHER: u64 = 4 << 20;
+/// Elements of a band that is encoded, for each byte of a tile. Its values take four bytes each, those of one of several
+/// slices as many again, and what comes of them one.
+pub(super) const ENCODED_TILES: u64 = 2;
 
 /// Slices of an encoded parameter that are gathered together.
 #[derive(Debug)]
@@ -57,6 +61,14 @@ struct Target {
     scales: Vec<u32>,
     /// Its columns among those of all slices.
     cols: Range<u64>,
+}
+
+impl Target {
+    /// The columns of an area that it takes, if any.
+    fn taken(&self, area: &Area) -> Option<Range<u64>> {
+        let taken = self.cols.start.max(area.cols.start)..self.cols.end.min(area.cols.end);
+        (taken.start < taken.end).then_some(taken)
+    }
 }
 
 /// Bands of one matrix, from the first row of the stack on, and columns of all slices.
@@ -120,7 +132,7 @@ impl Encoding {
             let whole = (a.col, a.cols, b.col, b.cols) == (0, width, 0, next_width);
             let Origin::Source(a_region) = a.origin else { return false };
             let Origin::Source(b_region) = b.origin else { return false };
-            let moved = crate::plan::Region { col: a_region.col + a.cols, ..a_region };
+            let moved = Region { col: a_region.col + a.cols, ..a_region };
             whole && (a.row, a.rows) == (b.row, b.rows) && !a_region.transpose && moved == b_region
         };
         (self.stack, self.first, self.rows, self.pieces.len()) == (next.stack, next.first, next.rows, next.pieces.len())
@@ -134,34 +146,49 @@ impl Encoding {
         self.targets.extend(next.targets.into_iter().map(moved));
     }
 
-    /// Areas of which a band has at most about `most` elements, between blocks of the sources.
-    pub fn areas(&self, plan: &Plan, most: u64) -> Vec<Area> {
-        let regions = || {
-            self.pieces.iter().filter_map(|p| match p.origin {
-                Origin::Source(region) => Some(region),
-                Origin::Fill(_) => None,
-            })
-        };
-        let block = |source: u32| plan.sources[source as usize].ty.block();
-        let unit = regions().map(|region| block(region.source)).fold(BAND, u64::max);
-        let before = regions().next().map_or(0, |region| if region.transpose { region.row } else { region.col }) % unit;
-        let width = self.width();
+    /// Areas of about `together` elements, of which a band has at most about `most`, between blocks of the sources.
+    pub fn areas(&self, plan: &Plan, most: u64, together: u64) -> Vec<Area> {
+        let (width, unit) = (self.width(), self.unit(plan));
         let wide = if width * BAND <= most { width.max(1) } else { (most / BAND / unit).max(1) * unit };
-        let tall = (TOGETHER / (wide * BAND)).max(1) * BAND;
+        let tall = (together / (wide * BAND)).max(1) * BAND;
         let mut areas = Vec::new();
         for first in (0..self.stack).map(|element| element * self.rows) {
             for top in (0..self.rows).step_by(tall as usize) {
                 let rows = first + top..first + (top + tall).min(self.rows);
-                let mut col = 0;
-                while col < width {
-                    let end =
-                        if wide >= width { width } else { ((before + col) / wide * wide + wide - before).min(width) };
-                    areas.push(Area { rows: rows.clone(), cols: col..end });
-                    col = end;
-                }
+                areas.extend(self.split(plan, &Area { rows, cols: 0..width }, most));
             }
         }
         areas
+    }
+
+    /// Parts of an area of which a band has at most about `most` elements.
+    fn split(&self, plan: &Plan, area: &Area, most: u64) -> Vec<Area> {
+        let unit = self.unit(plan);
+        let first = self.regions().next();
+        let before = first.map_or(0, |region| if region.transpose { region.row } else { region.col }) % unit;
+        let wide = (most / BAND / unit).max(1) * unit;
+        let mut areas = Vec::new();
+        let mut col = area.cols.start;
+        while col < area.cols.end {
+            let all = (area.cols.end - col) * BAND <= most;
+            let end = if all { area.cols.end } else { (before + col) / wide * wide + wide - before };
+            areas.push(Area { rows: area.rows.clone(), cols: col..end.min(area.cols.end) });
+            col = end;
+        }
+        areas
+    }
+
+    /// What sources give.
+    fn regions(&self) -> impl Iterator<Item = Region> {
+        self.pieces.iter().filter_map(|piece| match piece.origin {
+            Origin::Source(region) => Some(region),
+            Origin::Fill(_) => None,
+        })
+    }
+
+    /// Columns between which areas are parted.
+    fn unit(&self, plan: &Plan) -> u64 {
+        self.regions().map(|region| plan.sources[region.source as usize].ty.block()).fold(BAND, u64::max)
     }
 
     /// The first of the weights that share a scale, of which an area holds a part, if there is such a scale.
@@ -228,10 +255,7 @@ impl Context<'_> {
             values.resize(height * width, 0.0);
             self.gather(&encoding.pieces, &rows, &area.cols, values, run, scratch)?;
             for (target, scales) in encoding.targets.iter().zip(scales.iter_mut()) {
-                let cols = target.cols.start.max(area.cols.start)..target.cols.end.min(area.cols.end);
-                if cols.start >= cols.end {
-                    continue;
-                }
+                let Some(cols) = target.taken(area) else { continue };
                 let taken = (cols.end - cols.start) as usize;
                 let band = if taken == width {
                     &*values
