@@ -1,6 +1,8 @@
+import subprocess
+
 import pytest
 
-from engines import MODEL, PROMPTS, TOKENS, engine, generate
+from engines import CORPUS, MODEL, PROMPTS, TOKENS, engine, generate
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +18,14 @@ def original(tmp_path_factory):
         return answers[tp]
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A folder with llama-BF16.gguf, hf/, the checkpoint it was made of, and llama-Q4_K_M.gguf."""
+    work = tmp_path_factory.mktemp("llama")
+    zstd = subprocess.Popen(["zstd", "-q", "-d", "--long=27", "-c", CORPUS / "models/llama/llama.tar.zst"], stdout=subprocess.PIPE)
+    wanted = ["llama/hf", "llama/llama-BF16.gguf", "llama/llama-Q4_K_M.gguf"]
+    subprocess.run(["tar", "-x", "-C", work, *wanted], stdin=zstd.stdout, check=True)
+    assert zstd.wait() == 0
+    return work / "llama"

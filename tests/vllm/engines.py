@@ -67,10 +67,10 @@ def engine(folder, load_format, overrides=None, **extra):
     return {"model": str(folder), "load_format": load_format, "extra": extra, "tokenizer": tokenizer, "overrides": overrides or {}}
 
 
-def run(out, tp, engines, prompts=PROMPTS):
+def run(out, tp, engines, prompts=PROMPTS, nvfp4=False):
     """What each of the engines answers or why it refused, in one process after the other; and what they all said."""
     jobs = out.with_suffix(".jobs")
-    jobs.write_text(json.dumps({"tp": tp, "prompts": prompts, "tokens": TOKENS, "engines": engines}))
+    jobs.write_text(json.dumps({"tp": tp, "prompts": prompts, "tokens": TOKENS, "nvfp4": nvfp4, "engines": engines}))
     text, seconds = python(out.with_suffix(".log"), HERE / "generate.py", jobs, out, longest=LONGEST * len(engines))
     found = json.loads(out.read_text())
     print(f"\n{len(engines)} engines at tp {tp}: {found[0]['versions']}, {seconds:.0f} s")
@@ -81,9 +81,9 @@ def run(out, tp, engines, prompts=PROMPTS):
     return found, text
 
 
-def generate(out, tp, engines, prompts=PROMPTS):
+def generate(out, tp, engines, prompts=PROMPTS, nvfp4=False):
     """Tokens of engines that start. The same question has to get the same answer, or nothing could be compared."""
-    found, text = run(out, tp, engines, prompts)
+    found, text = run(out, tp, engines, prompts, nvfp4)
     for answers in found:
         assert "refused" not in answers, f"{answers}\n{text[-6000:]}"
         assert answers["again"] == answers["tokens"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Greedy tokens of real vLLM engines on the CPU: one after the other, in one process.
 
-    generate.py JOBS OUT     JOBS: {"tp", "prompts", "tokens", "engines": [{"model", "load_format", "extra", "tokenizer", "overrides"}, ...]}
+    generate.py JOBS OUT     JOBS: {"tp", "prompts", "tokens", "nvfp4", "engines": [{"model", "load_format", "extra", "tokenizer", "overrides"}, ...]}
 
 OUT becomes a JSON list with one document per engine: tokens (a list per prompt), again (the same asked once more), texts (with
 "tokenizer") and seconds; or, where it did not start, refused: the message of the error. The versions are in each. Prompts are
@@ -28,6 +28,10 @@ SETTINGS = {
 }
 
 
+# Set where the emulation of nvfp4 is wanted.
+EMULATES = "EMULATE_NVFP4"
+
+
 def answers(vllm, job, engine):
     began = time.monotonic()
     llm = vllm.LLM(
@@ -49,16 +53,34 @@ def answers(vllm, job, engine):
     return {"tokens": tokens, "again": again, "texts": texts, "seconds": seconds}
 
 
+def emulate_nvfp4():
+    """vLLM has arithmetic for nvfp4 that runs anywhere, but lists no kernel for it on CPUs."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+    from vllm.platforms import PlatformEnum
+
+    linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CPU] = [EmulationNvFp4LinearKernel]
+
+
+def told():
+    """Processes that vLLM starts read this file again, but none of its arguments."""
+    if os.environ.get(EMULATES):
+        emulate_nvfp4()
+
+
 def main():
     jobs, out = sys.argv[1:]
     with open(jobs) as f:
         job = json.load(f)
     os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING="0" if job["tp"] == 1 else "1")
+    if job.get("nvfp4"):
+        os.environ[EMULATES] = "1"
 
     import torch
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    told()
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
     found = []
     for engine in job["engines"]:
@@ -75,3 +97,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+else:
+    told()

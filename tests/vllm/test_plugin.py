@@ -5,12 +5,11 @@ the other kind, with permuted q and k and biases. Both are in GGSHARD_CORPUS.
 """
 import json
 import shutil
-import subprocess
 
 import pytest
 from blake3 import blake3
 
-from engines import CORPUS, MODEL, PROFILE, PROMPTS, convert, engine, generate, needs_corpus, run
+from engines import MODEL, PROFILE, PROMPTS, convert, engine, generate, needs_corpus, run
 
 LLAMA_PROMPTS = [[token % 512 for token in prompt] for prompt in PROMPTS]
 DEEPSEEK = MODEL / "deepseek_v3-BF16.gguf" if MODEL else None
@@ -21,16 +20,6 @@ pytestmark = needs_corpus
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("plugin")
-
-
-@pytest.fixture(scope="module")
-def llama(work):
-    """A folder with llama-BF16.gguf, hf/, the checkpoint it was made of, and llama-Q4_K_M.gguf."""
-    zstd = subprocess.Popen(["zstd", "-q", "-d", "--long=27", "-c", CORPUS / "models/llama/llama.tar.zst"], stdout=subprocess.PIPE)
-    wanted = ["llama/hf", "llama/llama-BF16.gguf", "llama/llama-Q4_K_M.gguf"]
-    subprocess.run(["tar", "-x", "-C", work, *wanted], stdin=zstd.stdout, check=True)
-    assert zstd.wait() == 0
-    return work / "llama"
 
 
 def folder_and_gguf(folder, gguf, hf, tp, prompts):
