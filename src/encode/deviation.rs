@@ -106,6 +106,49 @@ impl Measure {
     }
 }
 
+/// The deviation of blocks that are as long as there are lanes, of which as many are measured at a time.
+#[derive(Default)]
+pub(super) struct Blocks {
+    errors: SideBySide,
+    values: SideBySide,
+    largest_error: [u32; LANES],
+    largest_value: [u32; LANES],
+}
+
+impl Blocks {
+    /// Takes up to [`LANES`] blocks; `decoded` gives what the numbers of one were encoded as.
+    #[inline(always)]
+    pub(super) fn take(&mut self, blocks: &[[f32; LANES]], decoded: impl Fn(usize) -> [f32; LANES]) {
+        let (mut errors, mut values) = ([0.0; LANES], [0.0; LANES]);
+        for (i, block) in blocks.iter().enumerate() {
+            let decoded = decoded(i);
+            let (mut error_squares, mut value_squares) = ([0.0; LANES], [0.0; LANES]);
+            for lane in 0..LANES {
+                let error = block[lane] - decoded[lane];
+                error_squares[lane] = error as f64 * error as f64;
+                value_squares[lane] = block[lane] as f64 * block[lane] as f64;
+                self.largest_error[lane] = self.largest_error[lane].max(error.to_bits() & 0x7FFF_FFFF);
+                self.largest_value[lane] = self.largest_value[lane].max(block[lane].to_bits() & 0x7FFF_FFFF);
+            }
+            errors[i] = fold(error_squares);
+            values[i] = fold(value_squares);
+        }
+        self.errors.add(&errors, blocks.len());
+        self.values.add(&values, blocks.len());
+    }
+
+    /// The deviation of all blocks that were taken.
+    #[inline(always)]
+    pub(super) fn end(self) -> Deviation {
+        Deviation {
+            errors: self.errors.end(),
+            values: self.values.end(),
+            largest_error: self.largest_error.into_iter().fold(0, u32::max),
+            largest_value: self.largest_value.into_iter().fold(0, u32::max),
+        }
+    }
+}
+
 /// The sum of all lanes: halves are added, then halves of those.
 #[inline(always)]
 pub(super) fn fold<T: Copy + AddAssign>(lanes: [T; LANES]) -> T {
@@ -174,6 +217,66 @@ impl Running {
     }
 }
 
+/// A sum to which as many numbers as there are lanes are added at a time. Those that are near each other go into integers of
+/// 96 bits side by side, three words each; all others, and those of an incomplete group, one by one.
+#[derive(Default)]
+struct SideBySide {
+    one_by_one: Running,
+    /// What bit 0 of the integers is worth. It stays once one of them is used.
+    start: u64,
+    used: bool,
+    low: [u64; LANES],
+    middle: [u64; LANES],
+    high: [u64; LANES],
+}
+
+/// Places at which a number may begin to go side by side; a power of two.
+const NEAR: u64 = 32;
+
+impl SideBySide {
+    /// Adds the first `count` numbers; the others are zeros.
+    #[inline(always)]
+    fn add(&mut self, numbers: &[f64; LANES], count: usize) {
+        let (mut mantissas, mut offsets, mut beyond) = ([0; LANES], [0; LANES], 0);
+        for lane in 0..LANES {
+            let bits = numbers[lane].to_bits();
+            mantissas[lane] = bits & ((1 << 52) - 1) | 1 << 52;
+            offsets[lane] = (bits >> 52).wrapping_sub(1075 - 320).wrapping_sub(self.start);
+            beyond |= offsets[lane] & !(NEAR - 1);
+        }
+        if beyond != 0 || count < LANES {
+            return self.add_one_by_one(&numbers[..count]);
+        }
+        self.used = true;
+        for lane in 0..LANES {
+            let offset = offsets[lane] & (NEAR - 1);
+            let shifted = mantissas[lane] << offset;
+            self.low[lane] += shifted & u64::from(u32::MAX);
+            self.middle[lane] += shifted >> 32;
+            self.high[lane] += mantissas[lane] >> 1 >> (63 - offset);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn add_one_by_one(&mut self, numbers: &[f64]) {
+        numbers.iter().for_each(|number| self.one_by_one.add(*number));
+        if !self.used {
+            // In the middle of what is near.
+            self.start = self.one_by_one.start as u64 + (WINDOW as u64 - NEAR) / 2;
+        }
+    }
+
+    fn end(self) -> Sum {
+        let mut sum = self.one_by_one.end();
+        for (words, place) in [(self.low, 0), (self.middle, 32), (self.high, 64)] {
+            let total = words.iter().map(|word| u128::from(*word)).sum();
+            sum.add_at(self.start as usize + place, total);
+        }
+        sum
+    }
+}
+
 impl Sum {
     /// Adds a multiple of 2^(place - 320).
     fn add_at(&mut self, place: usize, count: u128) {
@@ -231,6 +334,32 @@ mod tests {
         let mut left = sum(&[largest, 0.1]);
         left += sum(&[0.2, smallest]);
         assert_eq!(left, sum(&[smallest, 0.2, 0.1, largest]));
+    }
+
+    #[test]
+    fn numbers_side_by_side_have_the_sum_of_numbers_one_by_one() {
+        let mut random = 0x9E37_79B9_7F4A_7C15u64;
+        let mut next = |spread: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let exponent = 990 - (random >> 20) % spread;
+            f64::from_bits(exponent << 52 | random >> 12)
+        };
+        // Alike, some apart, far apart, from the smallest to the largest; and zeros among them.
+        for (spread, zeros) in [(3, 0), (30, 0), (60, 0), (700, 0), (3, 7)] {
+            let mut all = Vec::new();
+            let mut side = SideBySide::default();
+            for group in 0..200 {
+                let mut numbers = std::array::from_fn(|_| next(spread));
+                if zeros != 0 {
+                    numbers[group % zeros] = 0.0;
+                }
+                let count = if group % 50 == 49 { 5 } else { LANES };
+                side.add(&numbers, count);
+                all.extend_from_slice(&numbers[..count]);
+            }
+            assert!(side.used || spread > 32 || zeros != 0, "{spread}");
+            assert_eq!(side.end(), sum(&all), "{spread} {zeros}");
+        }
     }
 
     #[test]

@@ -139,6 +139,9 @@ pub(super) fn measure(values: &[f32], cols: usize, codes: &[u8], scales: &[f32])
             for (group, codes) in groups.iter().zip(group_codes) {
                 measure.take(group, &decode(codes, *scale));
             }
+            if rest.is_empty() {
+                continue;
+            }
             // Lanes past the end compare a zero with a zero.
             let (mut group, mut codes) = ([0.0; COMPARED], [0; COMPARED]);
             group[..rest.len()].copy_from_slice(rest);

@@ -12,7 +12,7 @@
 //! Both conversions round to nearest even; what a block scale that was rounded down makes larger than 6 becomes 6. A block
 //! scale is at least 2^-9, the smallest, and 1 for a block of zeros. ModelOpt gives -0 the code of 0; here it keeps its sign.
 
-use super::deviation::{Deviation, LANES, Measure, fold};
+use super::deviation::{Blocks, Deviation, LANES, fold};
 use super::kernels;
 use super::minifloat::{E2M1, E4M3};
 use crate::dequant::Simd;
@@ -268,17 +268,21 @@ fn squared_error(block: &[f32; BLOCK], ratios: &[f32; BLOCK], weight_scale_2: f3
 /// [`deviation`], to be compiled for an instruction set.
 #[inline(always)]
 pub(super) fn measure(values: &[f32], weight_scale_2: f32, packed: &[u8], scales: &[u8]) -> Deviation {
-    let mut measure = Measure::default();
-    let blocks = values.as_chunks::<BLOCK>().0;
-    for ((block, packed), scale) in blocks.iter().zip(packed.as_chunks::<8>().0).zip(scales) {
-        let step = E4M3.value(*scale) * weight_scale_2;
-        let packed = u64::from_le_bytes(*packed);
-        let mut decoded = [0.0; LANES];
-        for (lane, decoded) in decoded.iter_mut().enumerate() {
-            *decoded = E2M1.value((packed >> (4 * lane)) as u8 & 15) * step;
-        }
-        measure.take(block, &decoded);
-        measure.end_block();
+    let mut measure = Blocks::default();
+    let groups = values.chunks(GROUP * BLOCK).zip(packed.chunks(GROUP * BLOCK / 2)).zip(scales.chunks(GROUP));
+    for ((values, packed), scales) in groups {
+        let (blocks, packed) = (values.as_chunks::<BLOCK>().0, packed.as_chunks::<8>().0);
+        let mut all = [0; GROUP];
+        all[..scales.len()].copy_from_slice(scales);
+        let steps = steps(&all, weight_scale_2);
+        measure.take(blocks, |block| {
+            let packed = u64::from_le_bytes(packed[block]);
+            let mut decoded = [0.0; LANES];
+            for (lane, decoded) in decoded.iter_mut().enumerate() {
+                *decoded = E2M1.value((packed >> (4 * lane)) as u8 & 15) * steps[block];
+            }
+            decoded
+        });
     }
     measure.end()
 }
