@@ -130,8 +130,7 @@ impl Blocks {
                 self.largest_error[lane] = self.largest_error[lane].max(error.to_bits() & 0x7FFF_FFFF);
                 self.largest_value[lane] = self.largest_value[lane].max(block[lane].to_bits() & 0x7FFF_FFFF);
             }
-            errors[i] = fold(error_squares);
-            values[i] = fold(value_squares);
+            [errors[i], values[i]] = fold_two(&error_squares, &value_squares);
         }
         self.errors.add(&errors, blocks.len());
         self.values.add(&values, blocks.len());
@@ -162,6 +161,18 @@ pub(super) fn fold<T: Copy + AddAssign>(lanes: [T; LANES]) -> T {
         }
     }
     lanes[0]
+}
+
+/// [`fold`] of two, side by side.
+#[inline(always)]
+fn fold_two(a: &[f64; LANES], b: &[f64; LANES]) -> [f64; 2] {
+    let mut four = [0.0; 8];
+    for lane in 0..4 {
+        four[lane] = (a[lane] + a[lane + 8]) + (a[lane + 4] + a[lane + 12]);
+        four[lane + 4] = (b[lane] + b[lane + 8]) + (b[lane + 4] + b[lane + 12]);
+    }
+    let two = [four[0] + four[2], four[1] + four[3], four[4] + four[6], four[5] + four[7]];
+    [two[0] + two[1], two[2] + two[3]]
 }
 
 /// An exact sum of numbers that are not negative: an integer of 640 bits that counts 2^-320, the lowest limb first.

@@ -6,6 +6,8 @@ use super::{Form, Param, Plan};
 use crate::error::{Fault, Result};
 use crate::mapping::{FileSlot, Set};
 
+/// Bytes of a chunk of BLAKE3. Hashing what does not begin or end with one takes longer.
+const CHUNK: u64 = 1024;
 /// A header entry takes its name's length and about this many bytes more.
 const ENTRY_BYTES: u64 = 120;
 /// A part is closed before its header grows past this; readers refuse headers of 100,000,000 bytes.
@@ -29,7 +31,8 @@ pub struct PlannedFile {
     /// The tensor-parallel rank whose slices it holds.
     pub rank: u32,
     /// The parameters it holds, as indices of [`Plan::params`], in the order of the file: wide dtypes first, so that
-    /// every tensor is aligned to its element size, and within a dtype in the global order.
+    /// every tensor is aligned to its element size, and within a dtype in the global order. Those that are no whole KiB
+    /// come after all others, which then begin where a chunk of the file's hash does.
     pub params: Vec<u32>,
     /// Bytes of its data section.
     pub data_bytes: u64,
@@ -87,7 +90,11 @@ fn stream(plan: &mut Plan, set: Set, stage: u32, rank: u32, params: &[u32]) -> R
         return Err(Fault::new(found).remedy("Choose a larger --part-size").layout());
     }
     for (part, mut params) in parts.into_iter().enumerate() {
-        params.sort_by_key(|p| Reverse(plan.params[*p as usize].dtype.bytes()));
+        params.sort_by_key(|p| {
+            let param = &plan.params[*p as usize];
+            let bytes = plan.slice_bytes(param, &param.slices[rank as usize]);
+            (!bytes.is_multiple_of(CHUNK), Reverse(param.dtype.bytes()))
+        });
         let file = plan.files.len() as u32;
         let mut offset = 0;
         for index in &params {
