@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use ggshard::convert::{self, Request};
 use ggshard::gguf::GgufSet;
+use ggshard::mapping::{MtpPolicy, choose, resolve};
 use ggshard::output::{Digest, Manifest, Sums};
 use ggshard::verify::{Against, Options, Reference, verify_against};
 use gguf_writer::Random;
@@ -63,7 +64,10 @@ static HEADERS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     files(&["fixtures/families"], ".gguf").into_iter().map(header).collect()
 });
 static MAPPINGS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/models"], ".toml"));
-static POLICIES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/policies"], ".toml"));
+static POLICIES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
+    let all = files(&["mappings/policies"], ".toml").into_iter();
+    all.chain([drive::MIXED.as_bytes().to_vec(), drive::FILTERED.as_bytes().to_vec()]).collect()
+});
 static PROFILES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/profiles"], ".toml"));
 static SAFETENSORS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let all = files(&["fixtures/blocks"], ".safetensors");
@@ -249,6 +253,24 @@ fn headers_of_models() {
 fn plans_of_headers() {
     fuzz("plan", 2000, &HEADERS, drive::plan);
     fuzz_by(|input, _, seeds| remodelled(input, seeds), "plan", 2500, &HEADERS, drive::plan);
+}
+
+#[test]
+fn plans_by_arbitrary_policies() {
+    let names = ["models/glm_moe_dsa-UD-IQ2_XXS.gguf", "models/deepseek_v3-split", "families/mixtral.gguf"];
+    let (mut fp8, mut nvfp4, mut mixed) = (0, 0, 0);
+    const CASES: usize = 600;
+    for name in names {
+        let set = GgufSet::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)).unwrap();
+        let model = resolve(&choose(&set).unwrap(), &set, MtpPolicy::Keep).unwrap();
+        for (has_fp8, has_nvfp4) in (0..CASES).map(|seed| drive::plan_by_policy(&set, &model, seed)) {
+            fp8 += usize::from(has_fp8);
+            nvfp4 += usize::from(has_nvfp4);
+            mixed += usize::from(has_fp8 && has_nvfp4);
+        }
+    }
+    // So many are plans, and not refused, that the audit has something to look at.
+    assert!(fp8 > CASES / 10 && nvfp4 > CASES / 4 && mixed > CASES / 50, "fp8 {fp8}, nvfp4 {nvfp4}, both {mixed}");
 }
 
 #[test]
