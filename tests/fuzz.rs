@@ -22,10 +22,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ggshard::convert::{self, Request};
+use ggshard::convert::{self, InputScalesFrom, Request};
 use ggshard::gguf::GgufSet;
 use ggshard::mapping::{MtpPolicy, choose, resolve};
 use ggshard::output::{Digest, Manifest, Sums};
+use ggshard::plan::InputScales;
 use ggshard::verify::{Against, Options, Reference, verify_against};
 use gguf_writer::Random;
 use proptest::prelude::*;
@@ -315,7 +316,12 @@ static MANIFESTS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let bytes = fs::read(FOLDER.path().join("ggshard.json")).unwrap();
     let staged = Request { tp: 2, pp: 2, profile: "vllm-0.32".into(), ..Request::default() };
     let other = fs::read(folders::converted_by(&small(), &staged).path().join("ggshard.json")).unwrap();
-    [bytes, other].map(|bytes| bytes[..bytes.len() - 79].to_vec()).to_vec()
+    let weights = convert::plan(&small(), &Request::default(), false).unwrap().plan.model.weights;
+    let by_name = weights.iter().map(|weight| (InputScales::name(&weight.name), 0.5)).collect();
+    let input_scales = Some(InputScalesFrom::Given(InputScales { by_name, place: PathBuf::new() }));
+    let encoded = Request { nvfp4_search: true, input_scales, ..Request::default() }.typed("nvfp4", None).unwrap();
+    let encoded = fs::read(folders::converted_by(&small(), &encoded).path().join("ggshard.json")).unwrap();
+    [bytes, other, encoded].map(|bytes| bytes[..bytes.len() - 79].to_vec()).to_vec()
 });
 
 /// A copy of the folder by links, in which files can be replaced.
