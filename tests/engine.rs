@@ -9,6 +9,8 @@ mod toy;
 #[path = "common/truth.rs"]
 mod truth;
 
+#[path = "engine/encoded.rs"]
+mod encoded;
 #[path = "engine/random.rs"]
 mod random;
 #[path = "engine/reads.rs"]
@@ -109,18 +111,28 @@ fn run(planned: &Planned, options: Options) -> (Slices, ggshard::engine::Outcome
     (sink, outcome)
 }
 
+/// The dtype, shape and bytes of a rank's tensors, by name.
+fn tensors(
+    files: &BTreeMap<String, Vec<u8>>,
+    tp: usize,
+    rank: usize,
+) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
+    let prefix = if tp == 1 { "model-".to_owned() } else { format!("model-rank-{rank}-part-") };
+    let mut found = BTreeMap::new();
+    let parts = files.iter().filter(|(n, _)| n.starts_with(&prefix) && n.ends_with(".safetensors"));
+    for (_, bytes) in parts {
+        for (name, view) in safetensors::SafeTensors::deserialize(bytes).unwrap().tensors() {
+            let entry = (format!("{:?}", view.dtype()).to_lowercase(), view.shape().to_vec(), view.data().to_vec());
+            assert!(found.insert(name, entry).is_none());
+        }
+    }
+    found
+}
+
 /// Compares files with the truth: exactly its tensors on every rank, each with its shape, dtype and bytes.
 fn compare(files: &BTreeMap<String, Vec<u8>>, truths: &[Truth], tp: usize, policy: &str) {
     for rank in 0..tp {
-        let prefix = if tp == 1 { "model-".to_owned() } else { format!("model-rank-{rank}-part-") };
-        let mut found: BTreeMap<String, (String, Vec<usize>, Vec<u8>)> = BTreeMap::new();
-        let parts = files.iter().filter(|(n, _)| n.starts_with(&prefix) && n.ends_with(".safetensors"));
-        for (_, bytes) in parts {
-            for (name, view) in safetensors::SafeTensors::deserialize(bytes).unwrap().tensors() {
-                let entry = (format!("{:?}", view.dtype()).to_lowercase(), view.shape().to_vec(), view.data().to_vec());
-                assert!(found.insert(name, entry).is_none());
-            }
-        }
+        let mut found = tensors(files, tp, rank);
         for truth in truths {
             let name = &truth.name;
             let (dtype, shape, bytes) = found.remove(name).unwrap_or_else(|| panic!("rank {rank} lacks '{name}'"));

@@ -22,9 +22,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ggshard::convert::{self, Request};
+use ggshard::convert::{self, InputScalesFrom, Request};
 use ggshard::gguf::GgufSet;
+use ggshard::mapping::{MtpPolicy, choose, resolve};
 use ggshard::output::{Digest, Manifest, Sums};
+use ggshard::plan::InputScales;
 use ggshard::verify::{Against, Options, Reference, verify_against};
 use gguf_writer::Random;
 use proptest::prelude::*;
@@ -63,7 +65,10 @@ static HEADERS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     files(&["fixtures/families"], ".gguf").into_iter().map(header).collect()
 });
 static MAPPINGS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/models"], ".toml"));
-static POLICIES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/policies"], ".toml"));
+static POLICIES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
+    let all = files(&["mappings/policies"], ".toml").into_iter();
+    all.chain([drive::MIXED.as_bytes().to_vec(), drive::FILTERED.as_bytes().to_vec()]).collect()
+});
 static PROFILES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| files(&["mappings/profiles"], ".toml"));
 static SAFETENSORS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let all = files(&["fixtures/blocks"], ".safetensors");
@@ -252,6 +257,24 @@ fn plans_of_headers() {
 }
 
 #[test]
+fn plans_by_arbitrary_policies() {
+    let names = ["models/glm_moe_dsa-UD-IQ2_XXS.gguf", "models/deepseek_v3-split", "families/mixtral.gguf"];
+    let (mut fp8, mut nvfp4, mut mixed) = (0, 0, 0);
+    const CASES: usize = 600;
+    for name in names {
+        let set = GgufSet::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)).unwrap();
+        let model = resolve(&choose(&set).unwrap(), &set, MtpPolicy::Keep).unwrap();
+        for (has_fp8, has_nvfp4) in (0..CASES).map(|seed| drive::plan_by_policy(&set, &model, seed)) {
+            fp8 += usize::from(has_fp8);
+            nvfp4 += usize::from(has_nvfp4);
+            mixed += usize::from(has_fp8 && has_nvfp4);
+        }
+    }
+    // So many are plans, and not refused, that the audit has something to look at.
+    assert!(fp8 > CASES / 10 && nvfp4 > CASES / 4 && mixed > CASES / 50, "fp8 {fp8}, nvfp4 {nvfp4}, both {mixed}");
+}
+
+#[test]
 fn mappings() {
     let drive = |bytes: &[u8]| drive::mapping_toml(&String::from_utf8_lossy(bytes));
     fuzz("mapping_toml", 1000, &MAPPINGS, drive);
@@ -293,7 +316,12 @@ static MANIFESTS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let bytes = fs::read(FOLDER.path().join("ggshard.json")).unwrap();
     let staged = Request { tp: 2, pp: 2, profile: "vllm-0.32".into(), ..Request::default() };
     let other = fs::read(folders::converted_by(&small(), &staged).path().join("ggshard.json")).unwrap();
-    [bytes, other].map(|bytes| bytes[..bytes.len() - 79].to_vec()).to_vec()
+    let weights = convert::plan(&small(), &Request::default(), false).unwrap().plan.model.weights;
+    let by_name = weights.iter().map(|weight| (InputScales::name(&weight.name), 0.5)).collect();
+    let input_scales = Some(InputScalesFrom::Given(InputScales { by_name, place: PathBuf::new() }));
+    let encoded = Request { nvfp4_search: true, input_scales, ..Request::default() }.typed("nvfp4", None).unwrap();
+    let encoded = fs::read(folders::converted_by(&small(), &encoded).path().join("ggshard.json")).unwrap();
+    [bytes, other, encoded].map(|bytes| bytes[..bytes.len() - 79].to_vec()).to_vec()
 });
 
 /// A copy of the folder by links, in which files can be replaced.

@@ -350,7 +350,7 @@ pub enum DtypeArg {
     F32,
     /// E4M3 in blocks for linear projections, as DeepSeek publishes.
     Fp8,
-    /// E2M1 in blocks for MLPs and experts, as NVIDIA publishes.
+    /// E2M1 in blocks for MLPs, experts and attention that is not latent, as NVIDIA publishes.
     Nvfp4,
     /// The source's own quantized blocks.
     Keep,

@@ -1,7 +1,6 @@
 //! Scales of activations, which no GGUF's weights tell: from a checkpoint that was calibrated, or from a GGUF that has them.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +10,7 @@ use crate::gguf::{GgmlType, GgufSet};
 use crate::mapping::Model;
 use crate::output::SafetensorsHeader;
 use crate::plan::InputScales;
+use crate::regular;
 
 /// Where scales of activations come from.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,7 +39,7 @@ impl InputScalesFrom {
             return Ok(InputScalesFrom::Source);
         }
         let path = Path::new(place);
-        let mut scales = InputScales::default();
+        let mut scales = InputScales { by_name: BTreeMap::new(), place: path.to_path_buf() };
         for file in files(path)? {
             read(&file, &mut scales)?;
         }
@@ -65,8 +65,8 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn read(path: &Path, scales: &mut InputScales) -> Result<()> {
-    let header = SafetensorsHeader::read(path)?;
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    let (mut file, length) = regular::open(path).map_err(|e| Error::io("open", path, e))?;
+    let header = SafetensorsHeader::read_from(&mut file, length, path)?;
     for tensor in header.tensors.iter().filter(|tensor| tensor.name.ends_with(SUFFIX)) {
         let fault = |found: String| Fault::new(found).file(path).tensor(&tensor.name);
         if tensor.dtype != Dtype::F32 || tensor.shape.iter().product::<u64>() != 1 {
@@ -88,16 +88,21 @@ pub(super) fn of_source(set: &GgufSet, model: &Model) -> Result<InputScales> {
     let mut by_name = BTreeMap::new();
     for weight in &model.weights {
         let [part] = weight.recipe.parts.as_slice() else { continue };
-        let tensor = &set.tensors()[part.source as usize].name;
-        let beside = tensor.strip_suffix(".weight").and_then(|stem| set.find(&format!("{stem}{SUFFIX}")));
+        let tensor = &set.tensors()[part.source as usize];
+        let beside = tensor.name.strip_suffix(".weight").and_then(|stem| set.find(&format!("{stem}{SUFFIX}")));
         let Some(index) = beside else { continue };
         let scales = &set.tensors()[index];
-        let element = part.start / part.elements(weight.recipe.units).max(1);
-        if scales.ty != GgmlType::F32 || element >= scales.elements() {
-            let found = format!("{} {:?}, for weight '{}'", scales.ty, scales.ne, weight.name);
+        let experts = if let [experts, _, _] = tensor.shape()[..] { experts } else { 1 };
+        let count = scales.elements();
+        if scales.ty != GgmlType::F32 || (count != 1 && count != experts) {
+            let found =
+                format!("{} {:?}, beside '{}' of shape {:?}", scales.ty, scales.ne, tensor.name, tensor.shape());
             let fault = Fault::new(found).file(set.parts()[scales.part].path()).tensor(&scales.name);
-            return Err(fault.expected("F32, one for each of the tensor's experts").contradiction());
+            let expected = if experts == 1 { "1 F32".to_owned() } else { format!("1 or {experts} F32") };
+            return Err(fault.expected(expected).contradiction());
         }
+        // The expert that the weight is, or is of.
+        let element = if count == 1 { 0 } else { part.start / (tensor.elements() / count).max(1) };
         let mut buffer = Vec::new();
         let bytes = set.read(index, element * 4..element * 4 + 4, &mut buffer)?;
         let value = bytes.try_into().map_or(f32::NAN, f32::from_le_bytes);
@@ -110,5 +115,5 @@ pub(super) fn of_source(set: &GgufSet, model: &Model) -> Result<InputScales> {
             .remedy("A GGUF holds no statistics of activations. Give those of a calibrated checkpoint with --input-scales FILE, or leave it out: weights alone are then in four bits")
             .contradiction());
     }
-    Ok(InputScales { by_name })
+    Ok(InputScales { by_name, place: set.path().to_path_buf() })
 }

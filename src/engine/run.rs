@@ -251,12 +251,13 @@ impl Shared<'_> {
                     context.measure(chunk, u64::MAX, self.measured, &mut scratch).map(|()| 0)
                 }
                 (Work::Encode(encoding, area), lane) => {
-                    let scale = self.measured.scale(encoding.leader(context.plan, area));
-                    match lane {
+                    match (self.measured.scale(encoding.leader(context.plan, area)), lane) {
                         // Without its scale it is not encoded: the run has failed.
-                        _ if self.stop.load(Ordering::Relaxed) => Ok(0),
-                        Some((stage, lane)) => stage.encode(context, lane, encoding, area, scale, &mut scratch),
-                        None => context.encode(encoding, area, scale, &mut scratch),
+                        (None, _) => Ok(0),
+                        (Some(scale), Some((stage, lane))) => {
+                            stage.encode(context, lane, encoding, area, scale, &mut scratch)
+                        }
+                        (Some(scale), None) => context.encode(encoding, area, scale, &mut scratch),
                     }
                 }
                 (Work::WeightScales(param), _) => context.put_weight_scales(*param, self.measured, self.wanted),

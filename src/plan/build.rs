@@ -139,6 +139,7 @@ impl Plan {
             plan.params.extend(scales);
         }
         plan.share_scales();
+        plan.forget_unused_inputs();
         plan.warn_of_decoded_blocks();
         plan.refuse_vain_choices(set)?;
         plan.warn_of_padding_kernels();

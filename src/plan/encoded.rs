@@ -207,7 +207,7 @@ impl Plan {
                     for (i, weight) in held.iter().enumerate() {
                         let (row, col) = (i as u64 / cols, i as u64 % cols);
                         let weight = &self.model.weights[*weight as usize];
-                        let value = scales.of(&weight.name).map_err(|fault| fault.file(set.path()).layout())?;
+                        let value = scales.of(&weight.name).map_err(|fault| fault.layout())?;
                         self.pieces.push(Piece { row, col, rows: 1, cols: 1, origin: Origin::Fill(value) });
                     }
                 }

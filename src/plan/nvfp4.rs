@@ -1,6 +1,7 @@
 //! What nvfp4 needs beyond blocks: choices, and the weights that share a scale.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::PathBuf;
 
 use super::{Code, Plan};
 use crate::encode::nvfp4::BlockScale;
@@ -27,12 +28,17 @@ impl Nvfp4 {
 pub struct InputScales {
     /// By name, as in `model.layers.0.mlp.up_proj.input_scale`.
     pub by_name: BTreeMap<String, f32>,
+    /// Where they were read, for messages.
+    pub place: PathBuf,
 }
 
 impl InputScales {
     /// The name of a weight's scale.
     pub fn name(weight: &str) -> String {
-        format!("{}input_scale", weight.strip_suffix("weight").unwrap_or(weight))
+        match weight.strip_suffix("weight") {
+            Some(stem) => format!("{stem}input_scale"),
+            None => format!("{weight}_input_scale"),
+        }
     }
 
     /// The scale of the weight with this name.
@@ -40,7 +46,7 @@ impl InputScales {
         let name = InputScales::name(weight);
         let expected = "a positive number, from a calibration with activations";
         let fault = |found: String| {
-            let fault = Fault::new(found).tensor(&name).expected(expected);
+            let fault = Fault::new(found).file(&self.place).tensor(&name).expected(expected);
             fault.remedy(
                 "Give the scales of a checkpoint that ModelOpt made of this model, or write weights alone as nvfp4",
             )
@@ -74,6 +80,13 @@ impl Plan {
             let led = |i: u32| if leaders[i as usize] == NONE { NONE } else { leader(&leaders, i) };
             self.scale_leaders = (0..leaders.len() as u32).map(led).collect();
         }
+    }
+
+    /// Forgets the scales of activations that no weight in nvfp4 has: they change no byte, and could be any number.
+    pub(super) fn forget_unused_inputs(&mut self) {
+        let encoded = self.model.weights.iter().enumerate().filter(|(i, _)| self.scale_leader(*i as u32).is_some());
+        let used: BTreeSet<String> = encoded.map(|(_, weight)| InputScales::name(&weight.name)).collect();
+        self.nvfp4.input_scales.iter_mut().for_each(|scales| scales.by_name.retain(|name, _| used.contains(name)));
     }
 
     fn join_named(&self, leaders: &mut [u32]) {

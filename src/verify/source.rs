@@ -230,7 +230,10 @@ fn request(manifest: &Manifest, path: &Path) -> Result<Request> {
         nvfp4_search: policy.nvfp4_search,
         input_scales: match policy.input_scales.is_empty() {
             true => None,
-            false => Some(InputScalesFrom::Given(InputScales { by_name: policy.input_scales.clone() })),
+            false => Some(InputScalesFrom::Given(InputScales {
+                by_name: policy.input_scales.clone(),
+                place: path.to_path_buf(),
+            })),
         },
         mtp: mtp.ok_or_else(|| unknown("policy.mtp", &policy.mtp))?,
         part_size: policy.part_size,

@@ -11,7 +11,7 @@ const TYPES: [GgmlType; 6] =
 
 /// Heads, head size, width, and everything else of a model by numbers: a q that is un-permuted, k and v heads that
 /// interleave, an output that is cut by columns, a stack of experts with scales, and a vocabulary.
-fn model(random: &mut Random) -> (GgufBuilder, Mapping, Vec<u64>) {
+pub fn model(random: &mut Random) -> (GgufBuilder, Mapping, Vec<u64>) {
     let mut pick = |list: &[u64]| list[random.below(list.len() as u64) as usize];
     let (heads, head, experts, vocab) =
         (pick(&[1, 2, 4, 8]), pick(&[2, 4, 6, 64]), pick(&[1, 3]), pick(&[1, 63, 130, 256]));
@@ -71,7 +71,7 @@ from = {{ gguf = "embd.weight" }}
     (file, Mapping::from_texts(&[text]).unwrap(), vec![heads, head, width, experts, vocab])
 }
 
-fn model_truth(set: &GgufSet, sizes: &[u64]) -> Vec<Truth> {
+pub fn model_truth(set: &GgufSet, sizes: &[u64]) -> Vec<Truth> {
     use truth::{Shared::*, decode};
     let [heads, head, width, experts, vocab] = std::array::from_fn(|i| sizes[i] as usize);
     let rows = heads * head;

@@ -88,15 +88,15 @@ impl Measured {
     }
 
     /// The scale of the weights that a leader leads, once all its chunks are measured: their workers wait for nothing. 1
-    /// without a leader, and after [`Measured::stop`].
-    pub fn scale(&self, leader: Option<u32>) -> f32 {
-        let Some(leader) = leader else { return 1.0 };
+    /// without a leader. None where it is not known and nobody will find it: after [`Measured::stop`].
+    pub fn scale(&self, leader: Option<u32>) -> Option<f32> {
+        let Some(leader) = leader else { return Some(1.0) };
         let mut known = lock(&self.known);
         loop {
             match known.by_leader.get(&leader) {
-                Some(state) if state.left == 0 => return nvfp4::weight_scale_2(state.largest),
+                Some(state) if state.left == 0 => return Some(nvfp4::weight_scale_2(state.largest)),
                 Some(_) if !known.stopped => known = wait(&self.changed, known),
-                Some(_) | None => return 1.0,
+                Some(_) | None => return None,
             }
         }
     }
@@ -137,5 +137,30 @@ impl Context<'_> {
         };
         scratch.encode.values = values;
         done.map(|()| largest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_that_nobody_will_find_is_none() {
+        let measured = Measured::default();
+        measured.expect(3, 2);
+        measured.expect(4, 1);
+        measured.add(3, 2688.0);
+        measured.add(4, 5376.0);
+        let waiting = || measured.scale(Some(3));
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(waiting);
+            measured.stop();
+            // Not 1, which would be written.
+            assert_eq!(waiter.join().ok(), Some(None));
+        });
+        // What is known stays known, and what has no scale in common needs none.
+        assert_eq!(measured.scale(Some(4)), Some(2.0));
+        assert_eq!(measured.scale(None), Some(1.0));
+        assert_eq!(measured.scale(Some(5)), None);
     }
 }

@@ -370,7 +370,8 @@ impl Context<'_> {
         Ok(bytes.len() as u64 * ranks.len() as u64)
     }
 
-    /// Hands on the scales of whole weights, of which parameter `index` has one for each.
+    /// Hands on the scales of whole weights, of which parameter `index` has one for each. Nothing of a slice whose scales are
+    /// not found, because the run has failed: its file could be complete with it, and be kept.
     pub fn put_weight_scales(&self, index: u32, measured: &Measured, wanted: &Wanted) -> Result<u64> {
         let param = &self.plan.params[index as usize];
         let (weights, each) = (param.content.weights(), Dtype::F32.bytes() as usize);
@@ -387,7 +388,8 @@ impl Context<'_> {
             }
             bytes.clear();
             for weight in &weights[if by_expert { rank * count } else { 0 }..][..count] {
-                bytes.extend_from_slice(&measured.scale(self.plan.scale_leader(*weight)).to_le_bytes());
+                let Some(scale) = measured.scale(self.plan.scale_leader(*weight)) else { return Ok(written) };
+                bytes.extend_from_slice(&scale.to_le_bytes());
             }
             self.put_steps(index, &ranks, 0, &bytes)?;
             written += (count * each * ranks.len()) as u64;
