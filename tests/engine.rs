@@ -9,6 +9,8 @@ mod toy;
 #[path = "common/truth.rs"]
 mod truth;
 
+#[path = "engine/deviations.rs"]
+mod deviations;
 #[path = "engine/random.rs"]
 mod random;
 #[path = "engine/reads.rs"]
