@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use ggshard::check::{self, Options, check};
-use ggshard::convert::{Extras, Planned, Request, convert, plan_set};
+use ggshard::convert::{Extras, Output, Planned, Request, convert, plan_set};
 use ggshard::engine;
 use ggshard::gguf::{GgmlType, GgufSet, Io, OpenOptions};
 use ggshard::output::{Digest, Manifest};
@@ -114,9 +114,9 @@ fn partly_ignored(path: &Path, io: Io) -> Planned {
 }
 
 fn converted(planned: &Planned, folder: &Path, hash_source: bool) -> Manifest {
-    let options =
-        engine::Options { hash_source, threads: 3, tile_bytes: 5000, track_reads: true, ..engine::Options::default() };
-    let report = convert(planned, folder, options, &Extras::default(), &|_| {}).unwrap();
+    let options = engine::Options { threads: 3, tile_bytes: 5000, track_reads: true, ..engine::Options::default() };
+    let output = Output { hash_source, ..Output::from(folder) };
+    let report = convert(planned, output, options, &Extras::default(), &|_| {}).unwrap();
     assert_eq!(report.repeated_bytes, Some(0));
     Manifest::read(folder).unwrap()
 }

@@ -11,6 +11,8 @@ mod truth;
 
 #[path = "engine/encoded.rs"]
 mod encoded;
+#[path = "engine/deviations.rs"]
+mod deviations;
 #[path = "engine/random.rs"]
 mod random;
 #[path = "engine/reads.rs"]

@@ -216,6 +216,25 @@ fn an_edited_manifest_is_found() {
 }
 
 #[test]
+fn a_deviation_that_the_source_does_not_give_is_found() {
+    for dtype in ["fp8", "nvfp4"] {
+        let request = Request { tp: 2, ..Request::default() }.typed(dtype, None).unwrap();
+        let folder = converted_by(&glm(), &request);
+        passes(folder.path(), &glm(), ALL);
+        let original = Manifest::read(folder.path()).unwrap();
+        let encoded = original.files[1].tensors.iter().position(|tensor| tensor.deviation.is_some()).unwrap();
+        let tensor = &original.files[1].tensors[encoded];
+        let mut other = tensor.deviation.unwrap();
+        other.largest_error *= 2.0;
+        for deviation in [Some(other), None] {
+            edit_manifest(folder.path(), |m| m.files[1].tensors[encoded].deviation = deviation);
+            let found = forged(folder.path(), &glm());
+            assert_eq!(kinds(&found), [(What::Record, "ggshard.json", Some(tensor.name.as_str()))], "{dtype}");
+        }
+    }
+}
+
+#[test]
 fn another_source_is_refused_by_name() {
     let folder = converted(&glm(), 2);
     let refused = |source: &Path| match check(folder.path(), source, ALL) {

@@ -160,10 +160,11 @@ pub fn convert(
             Some(true) => conversion::Direct::On,
             Some(false) => conversion::Direct::Off,
         };
-        let options =
-            engine::Options { ranks, threads, device, allow_nonfinite, hash_source, cancel, ..Default::default() };
+        let options = engine::Options { ranks, threads, device, allow_nonfinite, cancel, ..Default::default() };
         // Who resumes wants to resume again.
-        let output = conversion::Output { folder: &out, resume, keep: resume, same_source, seal, direct };
+        let keep = resume;
+        let from = conversion::Output::from(&out);
+        let output = conversion::Output { resume, keep, same_source, seal, direct, hash_source, ..from };
         let progress = |bytes| {
             meter.done.fetch_add(bytes, Ordering::Relaxed);
         };

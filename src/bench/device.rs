@@ -89,9 +89,11 @@ pub fn device(ordinal: u32, options: &Options<'_>, each: &mut dyn FnMut(&DeviceR
         add(DeviceRate { what: "decode", detail: info.name, bytes_per_second, of_copy })?;
     }
     let nvfp4 = |how| Format::Nvfp4 { scale_2: 1.0 / 2688.0, how };
-    for (detail, format) in
-        [("fp8", Format::Fp8), ("nvfp4", nvfp4(BlockScale::Amax)), ("nvfp4, searched", nvfp4(BlockScale::Searched))]
-    {
+    for (detail, format) in [
+        ("fp8", Format::Fp8 { measured: true }),
+        ("nvfp4", nvfp4(BlockScale::Amax)),
+        ("nvfp4, searched", nvfp4(BlockScale::Searched)),
+    ] {
         // As many bytes of values as of weights in bf16.
         let (rows, cols) = (weights / 2 / COLS, COLS);
         let made = Trial::encoded(format, rows, cols).unwrap_or(usize::MAX);

@@ -146,9 +146,7 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         threads: args.threads,
         buffer_bytes: args.mem_limit,
         allow_nonfinite: args.allow_nonfinite,
-        max_error: args.max_error,
         track_reads: args.track_reads,
-        hash_source: args.hash_source,
         device: args.device.clone(),
         cancel: Some(signals.cancel()),
         ..engine::Options::default()
@@ -162,6 +160,8 @@ fn convert(args: &Convert) -> Result<ExitCode> {
         same_source: args.same_source,
         seal: args.seal.then_some(true),
         direct: args.direct.into(),
+        hash_source: args.hash_source,
+        max_error: args.max_error,
     };
     let result = convert::convert(&planned, output, options, &extras, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();

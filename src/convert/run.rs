@@ -39,6 +39,10 @@ pub struct Output<'a> {
     pub seal: Option<bool>,
     /// Whether files are written past the page cache.
     pub direct: Direct,
+    /// Whether the BLAKE3 of every part of the source is recorded, for which all of it is read.
+    pub hash_source: bool,
+    /// The largest relative RMS error of an encoded tensor with which the conversion ends well.
+    pub max_error: Option<f64>,
 }
 
 /// Whether files are written past the page cache (`O_DIRECT`).
@@ -87,6 +91,8 @@ impl<'a, P: AsRef<Path> + ?Sized> From<&'a P> for Output<'a> {
             same_source: false,
             seal: None,
             direct: Direct::Auto,
+            hash_source: false,
+            max_error: None,
         }
     }
 }
@@ -134,7 +140,8 @@ pub fn convert<'o>(
     extras: &Extras,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Report> {
-    let Output { folder: path, resume, keep, same_source, seal, direct } = output.into();
+    let output = output.into();
+    let Output { folder: path, resume, keep, same_source, seal, max_error, .. } = output;
     let Planned { set, plan, .. } = planned;
     let ranks = ranks(plan, &options)?;
     let record = record::record(planned, extras, options.allow_nonfinite)?;
@@ -145,8 +152,8 @@ pub fn convert<'o>(
         Claimed::Open(folder) => folder,
         Claimed::Sealed(manifest, digest) => return Ok(Report::of_sealed(path, &ranks, &manifest, digest)),
     };
-    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, options: &options, direct, progress };
-    let (outcome, kept_files) = job.run(resume).inspect_err(|error| {
+    let job = Job { planned, folder: &folder, record: &record, ranks: &ranks, output, options: &options, progress };
+    let (outcome, kept_files) = job.run().inspect_err(|error| {
         if !can_be_resumed(error) {
             folder.set_keep(false);
         }
@@ -166,7 +173,7 @@ pub fn convert<'o>(
         sealed: manifest.is_some(),
         manifest_blake3: manifest.map(|digest| digest.to_string()),
     };
-    let accept = |finished: &Finished| match options.max_error {
+    let accept = |finished: &Finished| match max_error {
         Some(most) => check_error(path, &finished.worst, most),
         None => Ok(()),
     };
@@ -218,26 +225,26 @@ struct Job<'a> {
     folder: &'a OutputFolder,
     record: &'a Record,
     ranks: &'a [u32],
+    output: Output<'a>,
     options: &'a engine::Options,
-    direct: Direct,
     progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Job<'_> {
     /// Makes the files that are not finished. Gives what the engine saw, and how many files were.
-    fn run(&self, resume: bool) -> Result<(Outcome, usize)> {
-        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, options, direct, progress } = *self;
+    fn run(&self) -> Result<(Outcome, usize)> {
+        let Job { planned: Planned { set, plan, .. }, folder, record, ranks, output, options, progress } = *self;
         let each = |_| options.check_cancel();
-        let finished = if resume { folder.finished(record, ranks, options.threads, &each)? } else { Vec::new() };
+        let finished = if output.resume { folder.finished(record, ranks, options.threads, &each)? } else { Vec::new() };
         let finished: BTreeSet<usize> = finished.into_iter().map(|(index, _)| index).collect();
         let wanted: BTreeSet<usize> = record.files_of(ranks).filter(|index| !finished.contains(index)).collect();
         progress(finished.iter().map(|index| plan.files[*index].data_bytes).sum());
         check_space(folder.path(), plan, &wanted)?;
         let bytes = wanted.iter().map(|index| plan.files[*index].data_bytes).sum();
-        let (direct, threads) = direct.decide(folder.path(), bytes, options.threads);
+        let (direct, threads) = output.direct.decide(folder.path(), bytes, options.threads);
         let writer = Writer::new(plan, folder, &wanted, metadata(env!("CARGO_PKG_VERSION")), direct)?;
         let skip = finished.iter().map(|index| *index as u32).collect();
-        let hasher = options.hash_source.then(|| SourceHasher::new(set));
+        let hasher = output.hash_source.then(|| SourceHasher::new(set));
         let observer = hasher.as_ref().map(|hasher| hasher as &dyn Observer);
         let engine = Engine::new(plan, set, engine::Options { skip, threads, ..options.clone() }).observed(observer);
         let outcome = engine.run(&writer, progress)?;

@@ -27,7 +27,10 @@ const TOGETHER: u64 = 4;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Format {
     /// E4M3, a scale per block of 128 x 128.
-    Fp8,
+    Fp8 {
+        /// Whether the deviation is found, which takes kernels of its own.
+        measured: bool,
+    },
     /// E2M1, a scale per 16 columns, and this one for all.
     Nvfp4 {
         /// The `weight_scale_2`, as the encoder of the CPU has it.
@@ -75,7 +78,7 @@ pub(crate) struct Encoded<'a> {
     pub codes: &'a [u8],
     /// Scales of blocks, in dense rows.
     pub scales: &'a [u8],
-    /// How far they are from the values. Means nothing where a value is not finite.
+    /// How far they are from the values. Means nothing where a value is not finite, or where it was not to be found.
     pub deviation: Deviation,
     /// Values that are not finite.
     pub found: Nonfinite,
@@ -121,7 +124,7 @@ impl Places {
         let whole = |slice: &Range<u64>| {
             let multiple = match format {
                 Some(Format::Nvfp4 { .. }) => nvfp4::BLOCK as u64,
-                Some(Format::Fp8) | None => 1,
+                Some(Format::Fp8 { .. }) | None => 1,
             };
             let width = slice.end.checked_sub(slice.start)?;
             let fits = slice.end <= cols && slice.start.is_multiple_of(TOGETHER) && width.is_multiple_of(multiple);
@@ -137,7 +140,7 @@ impl Places {
             let elements = rows.checked_mul(*width);
             let (code, scale) = match format {
                 None => (Some(0), Some(0)),
-                Some(Format::Fp8) => (elements, blocks(*width)?.checked_mul(4)),
+                Some(Format::Fp8 { .. }) => (elements, blocks(*width)?.checked_mul(4)),
                 Some(Format::Nvfp4 { .. }) => (elements.map(|n| n / 2), elements.map(|n| n / nvfp4::BLOCK as u64)),
             };
             codes.push(take(code)?);
@@ -147,8 +150,8 @@ impl Places {
         let mut sums = Vec::new();
         for width in &widths {
             sums.push(take(match format {
-                Some(Format::Fp8) => blocks(*width)?.checked_mul(Encode::SUMS * 8),
-                Some(Format::Nvfp4 { .. }) | None => Some(0),
+                Some(Format::Fp8 { measured: true }) => blocks(*width)?.checked_mul(Encode::SUMS * 8),
+                Some(Format::Fp8 { measured: false } | Format::Nvfp4 { .. }) | None => Some(0),
             })?);
         }
         let stride = cols.checked_next_multiple_of(TOGETHER)?;
@@ -299,7 +302,10 @@ pub(super) unsafe fn enqueue_format(
 ) -> Result<(), DriverError> {
     let (order, encode) = match format {
         None => (&[Encoder::Amax][..], Encode { whole: 1, ..encode }),
-        Some(Format::Fp8) => (&[Encoder::Amax, Encoder::Fp8, Encoder::Fp8Measure, Encoder::Fp8Sum][..], encode),
+        Some(Format::Fp8 { measured: false }) => (&[Encoder::Amax, Encoder::Fp8][..], encode),
+        Some(Format::Fp8 { measured: true }) => {
+            (&[Encoder::Amax, Encoder::Fp8, Encoder::Fp8Measure, Encoder::Fp8Sum][..], encode)
+        }
         Some(Format::Nvfp4 { scale_2, how: BlockScale::Amax }) => (&[Encoder::Nvfp4][..], Encode { scale_2, ..encode }),
         Some(Format::Nvfp4 { scale_2, how: BlockScale::Searched }) => {
             (&[Encoder::Nvfp4Searched][..], Encode { scale_2, ..encode })
@@ -320,10 +326,12 @@ fn found(bytes: &[u8]) -> Found {
 mod tests {
     use super::*;
 
+    const FP8: Format = Format::Fp8 { measured: true };
+
     #[test]
     fn everything_has_a_place_of_its_own() {
         let slices = [0..256, 256..300];
-        let places = Places::new(130, 302, &slices, Some(Format::Fp8)).unwrap();
+        let places = Places::new(130, 302, &slices, Some(FP8)).unwrap();
         let [a, b] = &places.slices[..] else { panic!() };
         let found = FOUND as usize;
         assert_eq!((a.found, b.found, found), (256, 256 + found, 86 * 256));
@@ -339,6 +347,9 @@ mod tests {
         assert!(b.largest.end <= places.zeroed && places.zeroed <= a.codes.start && b.scales.end == places.copied);
         assert_eq!((places.stride, places.end - places.values), (304, 130 * 304 * 4));
 
+        let unmeasured = Places::new(130, 302, &slices, Some(Format::Fp8 { measured: false })).unwrap();
+        assert!(unmeasured.slices.iter().all(|place| place.sums.is_empty()) && unmeasured.copied == places.copied);
+
         let format = Format::Nvfp4 { scale_2: 1.0, how: BlockScale::Amax };
         let places = Places::new(3, 64, slice::from_ref(&(16..64)), Some(format)).unwrap();
         assert_eq!((places.slices[0].codes.len(), places.slices[0].scales.len()), (72, 9));
@@ -351,12 +362,10 @@ mod tests {
             Lane::encodes(tile, rows, cols, slice::from_ref(&slice), format)
         };
         let fits = |tile, slice, format| encodes(tile, 128, 256, slice, format);
-        assert!(fits(1 << 20, 0..256, Format::Fp8) && fits(1 << 20, 0..32, format));
-        assert!(!fits(128 * 256 * 5, 0..256, Format::Fp8));
-        assert!(
-            !fits(1 << 20, 0..24, format) && !fits(1 << 20, 2..64, Format::Fp8) && !fits(1 << 20, 0..257, Format::Fp8)
-        );
-        assert!(!encodes(usize::MAX, u64::MAX, 256, 0..256, Format::Fp8));
-        assert!(!encodes(usize::MAX, 1, u64::MAX, 0..256, Format::Fp8));
+        assert!(fits(1 << 20, 0..256, FP8) && fits(1 << 20, 0..32, format));
+        assert!(!fits(128 * 256 * 5, 0..256, FP8));
+        assert!(!fits(1 << 20, 0..24, format) && !fits(1 << 20, 2..64, FP8) && !fits(1 << 20, 0..257, FP8));
+        assert!(!encodes(usize::MAX, u64::MAX, 256, 0..256, FP8));
+        assert!(!encodes(usize::MAX, 1, u64::MAX, 0..256, FP8));
     }
 }

@@ -60,8 +60,13 @@ pub trait Sink: Sync {
     /// holds of parameter `param`.
     fn note(&self, _param: u32, _ranks: &[u32], _found: Nonfinite) {}
 
+    /// Whether it is to be told how far encoded bytes are from the values. Finding that out takes a pass over both.
+    fn wants_deviations(&self) -> bool {
+        true
+    }
+
     /// Told how far encoded bytes are from the values, before `put` brings them: that much more of the slice that each of
-    /// `ranks` holds of parameter `param`.
+    /// `ranks` holds of parameter `param`. Not called if it [does not want](Sink::wants_deviations) that.
     fn deviate(&self, _param: u32, _ranks: &[u32], _found: &Deviation) {}
 
     /// The run has failed and no more is coming: a sink that keeps workers waiting must let them go.

@@ -35,16 +35,12 @@ pub struct Options {
     pub readahead: u64,
     /// Whether NaN, infinities and overflows are let through (and counted).
     pub allow_nonfinite: bool,
-    /// The largest relative RMS error of an encoded tensor with which a conversion ends well.
-    pub max_error: Option<f64>,
     /// Remember every fetched range, to prove that none was fetched twice.
     pub track_reads: bool,
     /// What decodes.
     pub device: Device,
     /// The best instruction set that may be used on the CPU.
     pub simd: Simd,
-    /// Whether a conversion records the BLAKE3 of every part of the source, for which it reads all of it.
-    pub hash_source: bool,
     /// Set by whoever wants the work to stop: it ends with [`Error::Cancelled`] within a tile per worker.
     pub cancel: Option<Arc<AtomicBool>>,
 }
@@ -88,11 +84,9 @@ impl Default for Options {
             buffer_bytes: 128 << 20,
             readahead: 64 << 20,
             allow_nonfinite: false,
-            max_error: None,
             track_reads: false,
             device: Device::default(),
             simd: Simd::detect(),
-            hash_source: false,
             cancel: None,
         }
     }

@@ -384,6 +384,11 @@ impl Sink for Shared {
         self.arrived(param as usize, bytes.len() as u64)
     }
 
+    /// There is no manifest that would hold them.
+    fn wants_deviations(&self) -> bool {
+        false
+    }
+
     fn stop(&self) {
         lock(&self.state).stopped = true;
         self.changed.notify_all();

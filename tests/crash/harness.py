@@ -3,6 +3,9 @@
 
     harness.py --bin target/release/ggshard [--every N] [--only FAULT,…]
 
+Two conversions: of a model of many weights to bf16, and of one of few to nvfp4, with a file for each tensor, so that a weight,
+the scales of its blocks and that of the weight itself are finished, or not, one by one.
+
 A library that is loaded into the program (fault.c) kills, stops or fails it at the N-th call that changes a file system.
 A first run without a fault lists those calls; then one run for each of them (or every N-th) dies there. After each run:
 
@@ -10,25 +13,63 @@ A first run without a fault lists those calls; then one run for each of them (or
 * nothing in the folder passes for a checkpoint that is not one, by the names that loaders look for;
 * convert --resume (or seal) finishes it, and the folder is byte for byte that of an undisturbed run.
 
-Prints a table: phase and fault → runs, resumed, identical. Ends with status 1 if any run is not.
+Prints a table: conversion, phase and fault → runs, resumed, identical. Ends with status 1 if any run is not.
 """
 import argparse
 import collections
 import errno
 import hashlib
+import json
+import math
 import os
+import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 FIXTURE = HERE.parent.parent / "fixtures" / "models" / "glm_moe_dsa-UD-IQ2_XXS.gguf"
 NOBODY = 65534
+
+
+class Conversion(NamedTuple):
+    """What is converted, and how. The source is made by a function that gets its path; `alone` says that every tensor gets a
+    file of its own."""
+
+    source: Callable
+    options: list
+    alone: bool
+
+
+def few_weights(path):
+    """A GGUF of three tensors of f32, for the mapping nvfp4.toml."""
+    text = lambda t: struct.pack("<Q", len(t)) + t.encode()
+    tensors = {"gate": (512, 64), "down": (256, 128), "norm": (64,)}
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1)
+    header += text("general.architecture") + struct.pack("<I", 8) + text("crash")
+    numbers, data = random.Random(1), b""
+    for name, shape in tensors.items():
+        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0, len(data))
+        values = [numbers.gauss(0, 0.02) for _ in range(math.prod(shape))]
+        data += struct.pack(f"<{len(values)}f", *values)
+    path.write_bytes(header + bytes(-len(header) % 32) + data)
+
+
 # Small parts, so that there are several; one thread, so that calls come in the same order each time.
-OPTIONS = ["--tp", "2", "--profile", "vllm-0.32", "--part-size", "4M", "--threads", "1", "--tile-size", "128K"]
+CONVERSIONS = {
+    "bf16": Conversion(lambda path: shutil.copy(FIXTURE, path),
+                       ["--tp", "2", "--profile", "vllm-0.32", "--part-size", "4M", "--threads", "1", "--tile-size", "128K"],
+                       alone=False),
+    "nvfp4": Conversion(few_weights,
+                        ["--tp", "2", "--mapping", str(HERE / "nvfp4.toml"), "--dtype", "nvfp4", "--part-size", "32",
+                         "--threads", "1", "--tile-size", "4K"],
+                        alone=True),
+}
 
 
 def build(folder):
@@ -65,15 +106,18 @@ class Unavailable(Exception):
 
 
 class Harness:
-    def __init__(self, program, work, every=1, source=FIXTURE):
+    def __init__(self, program, work, conversion, every=1):
+        self.options = conversion.options
         self.program, self.work, self.every = str(Path(program).resolve()), Path(work), every
         self.library = build(work)
         self.source = self.work / "source.gguf"
-        shutil.copy(source, self.source)
+        conversion.source(self.source)
         self.source_digest = digest(self.source)
         self.baseline = self.work / "undisturbed"
         self.convert_ok(self.baseline)
         self.expected = files_of(self.baseline)
+        files = json.loads((self.baseline / "ggshard.json").read_text())["files"]
+        assert all(len(file["tensors"]) == 1 for file in files) == conversion.alone
         self.rows = collections.OrderedDict()
         self.failures = []
         self.count = 0
@@ -81,7 +125,7 @@ class Harness:
     # Runs.
 
     def command(self, out, *more):
-        return [self.program, "convert", str(self.source), str(out), *OPTIONS, *more]
+        return [self.program, "convert", str(self.source), str(out), *self.options, *more]
 
     def run(self, command, stop=None, user=None, **fault):
         """Runs a command under a fault. `stop` is called when it has stopped itself. Gives status and stderr."""
@@ -396,11 +440,14 @@ class Harness:
             self.note("whole run", f"short reads and writes ({io})", problem)
             shutil.rmtree(out, ignore_errors=True)
 
-    def table(self):
-        lines = ["| phase | fault | runs | resumed | identical |", "|---|---|--:|--:|--:|"]
-        lines += [f"| {phase} | {fault} | {a} | {b} | {c} |" for (phase, fault), (a, b, c) in self.rows.items()]
-        total = [sum(row[i] for row in self.rows.values()) for i in range(3)]
-        return "\n".join([*lines, "| all | | {} | {} | {} |".format(*total)])
+
+def table(harnesses):
+    """What came out, of all conversions."""
+    rows = [(name, phase, fault, *row) for name, harness in harnesses.items() for (phase, fault), row in harness.rows.items()]
+    lines = ["| conversion | phase | fault | runs | resumed | identical |", "|---|---|---|--:|--:|--:|"]
+    lines += ["| {} | {} | {} | {} | {} | {} |".format(*row) for row in rows]
+    total = [sum(row[3 + i] for row in rows) for i in range(3)]
+    return "\n".join([*lines, "| all | | | {} | {} | {} |".format(*total)])
 
 
 def mounted(*command):
@@ -472,20 +519,22 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="take every N-th point of each phase")
     parser.add_argument("--only", help="faults, separated by commas: " + ", ".join(FAULTS))
     a = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work:
-        harness = Harness(a.bin, work, a.every)
-        for name in a.only.split(",") if a.only else FAULTS:
-            if name in PRIVILEGED and os.geteuid() != 0:
-                print(f"{name}: not run, only root mounts file systems", file=sys.stderr)
-                continue
-            try:
-                FAULTS[name](harness)
-            except Unavailable as reason:
-                print(f"{name}: not run, {reason}", file=sys.stderr)
-                continue
-            print(f"{name}: {len(harness.failures)} failures so far", file=sys.stderr)
-        print(harness.table())
-        return 1 if harness.failures else 0
+    harnesses = {}
+    for conversion, what in CONVERSIONS.items():
+        with tempfile.TemporaryDirectory() as work:
+            harnesses[conversion] = harness = Harness(a.bin, work, what, a.every)
+            for name in a.only.split(",") if a.only else FAULTS:
+                if name in PRIVILEGED and os.geteuid() != 0:
+                    print(f"{conversion}, {name}: not run, only root mounts file systems", file=sys.stderr)
+                    continue
+                try:
+                    FAULTS[name](harness)
+                except Unavailable as reason:
+                    print(f"{conversion}, {name}: not run, {reason}", file=sys.stderr)
+                    continue
+                print(f"{conversion}, {name}: {len(harness.failures)} failures so far", file=sys.stderr)
+    print(table(harnesses))
+    return 1 if any(harness.failures for harness in harnesses.values()) else 0
 
 
 if __name__ == "__main__":

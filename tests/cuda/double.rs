@@ -41,13 +41,18 @@ impl Double {
             .unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code().is_some_and(|code| code != 99), "{arguments:?}: {}: {stderr}", output.status);
-        let lines = std::fs::read_to_string(report.path()).unwrap();
-        let count = |line: &str| {
-            let (name, count) = line.split_once(' ').unwrap();
-            (name.to_owned(), count.parse().unwrap())
-        };
-        (output, lines.lines().map(count).collect())
+        (output, counts(report.path()))
     }
+}
+
+/// What a double wrote to its report: how often each thing happened.
+pub fn counts(report: &Path) -> BTreeMap<String, u64> {
+    let lines = std::fs::read_to_string(report).unwrap();
+    let count = |line: &str| {
+        let (name, count) = line.split_once(' ').unwrap();
+        (name.to_owned(), count.parse().unwrap())
+    };
+    lines.lines().map(count).collect()
 }
 
 /// The names that the library is looked for under, in the order in which they count here.

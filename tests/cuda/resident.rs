@@ -1,6 +1,7 @@
 //! Parameters that stay on the device. The library loads its driver once, so a child process does the work: this very
 //! program, asked for the one test below that is ignored otherwise.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
@@ -11,34 +12,38 @@ use ggshard::error::Error;
 use ggshard::gguf::GgmlType;
 use ggshard::runtime::{OpenOptions, RankCheckpoint, RankOptions, Source, WeightOptions};
 
-use super::double::{Double, fixture};
+use super::double::{Double, counts, fixture};
 use super::gguf_writer::GgufBuilder;
 
-/// Runs the ignored test with a double.
-fn child(settings: &str) -> (bool, String) {
+/// Runs the ignored test with a double. Gives what the double counted, too.
+fn child(settings: &str) -> (bool, String, BTreeMap<String, u64>) {
+    let report = tempfile::NamedTempFile::new().unwrap();
     let done = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "resident::in_the_child", "--ignored", "--nocapture", "--test-threads=1"])
         .env("LD_LIBRARY_PATH", Double::with("").folder())
-        .env("GGSHARD_DOUBLE", settings)
+        .env("GGSHARD_DOUBLE", format!("{settings},report={}", report.path().display()))
         .output()
         .unwrap();
     let text = format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
-    (done.status.success() && text.contains("1 passed"), text)
+    (done.status.success() && text.contains("1 passed"), text, counts(report.path()))
 }
 
 #[test]
 fn parameters_on_a_device_are_those_of_the_host() {
     // With little memory of the device, lanes are so small that a tensor goes in several runs of blocks.
     for settings in ["devices=2", "devices=2,device_bytes=16000000"] {
-        let (passed, text) = child(settings);
+        let (passed, text, seen) = child(settings);
         assert!(passed, "{settings}: {text}");
+        // It encodes, and does not find out what nobody asks for.
+        assert!(seen["ggshard_fp8"] > 4 && seen["ggshard_nvfp4"] > 4, "{settings}: {seen:?}");
+        assert!(!seen.contains_key("ggshard_fp8_measure") && !seen.contains_key("ggshard_fp8_sum"), "{seen:?}");
     }
 }
 
 #[test]
 fn a_device_that_fails_is_one_error_and_nothing_is_left() {
     for settings in ["devices=2,launch=9", "devices=2,copy_in=3", "devices=2,device_bytes=6000000"] {
-        let (passed, text) = child(settings);
+        let (passed, text, _) = child(settings);
         let named = text.contains("CUDA_ERROR_LAUNCH_FAILED") || text.contains("CUDA_ERROR_OUT_OF_MEMORY");
         assert!(!passed && named && !text.contains("driver double"), "{settings}: {text}");
     }

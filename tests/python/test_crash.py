@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "crash"))
 import harness as crash  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def harness():
+@pytest.fixture(scope="module", params=crash.CONVERSIONS)
+def harness(request):
     # Not below pytest's folder, which an unprivileged user cannot reach.
     with tempfile.TemporaryDirectory() as work:
-        yield crash.Harness(BIN, work, every=100)
+        yield crash.Harness(BIN, work, crash.CONVERSIONS[request.param], every=100)
 
 
 @pytest.mark.parametrize("fault", crash.FAULTS)

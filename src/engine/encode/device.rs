@@ -62,7 +62,7 @@ impl Stage {
     ) -> Result<u64> {
         let plan = context.plan;
         let format = match encoding.code {
-            Code::Fp8 => Format::Fp8,
+            Code::Fp8 => Format::Fp8 { measured: context.sink.wants_deviations() },
             Code::Nvfp4 => Format::Nvfp4 { scale_2: weight_scale, how: plan.nvfp4.block_scale() },
         };
         let taken: Vec<(&Target, Range<u64>)> =
@@ -212,7 +212,9 @@ impl Context<'_> {
     ) -> Result<u64> {
         let mut written = 0;
         if !target.weights.is_empty() {
-            self.sink.deviate(encoding.param, &target.weights, deviation);
+            if self.sink.wants_deviations() {
+                self.sink.deviate(encoding.param, &target.weights, deviation);
+            }
             written += self.put_band(encoding, target, area.rows.start, cols, codes)?;
         }
         if !target.scales.is_empty() {

@@ -266,10 +266,13 @@ impl Context<'_> {
                     &*part
                 };
                 self.accept_band(encoding, target, &rows, band)?;
-                let measured = !target.weights.is_empty();
+                let makes = !target.weights.is_empty();
+                let measured = makes && self.sink.wants_deviations();
                 let found = self.band(encoding.code, band, taken, weight_scale, bytes, scales, floats, measured);
-                if measured {
+                if let Some(found) = found {
                     self.sink.deviate(encoding.param, &target.weights, &found);
+                }
+                if makes {
                     written += self.put_band(encoding, target, rows.start, &cols, bytes)?;
                 }
             }
@@ -295,7 +298,7 @@ impl Context<'_> {
         scales: &mut Vec<u8>,
         floats: &mut Vec<f32>,
         measured: bool,
-    ) -> Deviation {
+    ) -> Option<Deviation> {
         let simd = self.simd;
         bytes.resize(values.len() / code.per_byte() as usize, 0);
         match code {
@@ -304,20 +307,14 @@ impl Context<'_> {
                 floats.resize(width.div_ceil(fp8::BLOCK) * height.div_ceil(fp8::BLOCK), 0.0);
                 fp8::band_on(simd, values, height, width, bytes, floats);
                 floats.iter().for_each(|scale| scales.extend_from_slice(&scale.to_le_bytes()));
-                match measured {
-                    true => fp8::deviation_on(simd, values, height, width, bytes, floats),
-                    false => Deviation::default(),
-                }
+                measured.then(|| fp8::deviation_on(simd, values, height, width, bytes, floats))
             }
             Code::Nvfp4 => {
                 let known = scales.len();
                 scales.resize(known + values.len() / nvfp4::BLOCK, 0);
                 let how = self.plan.nvfp4.block_scale();
                 nvfp4::rows_on(simd, values, width, weight_scale, how, bytes, &mut scales[known..]);
-                match measured {
-                    true => nvfp4::deviation_on(simd, values, width, weight_scale, bytes, &scales[known..]),
-                    false => Deviation::default(),
-                }
+                measured.then(|| nvfp4::deviation_on(simd, values, width, weight_scale, bytes, &scales[known..]))
             }
         }
     }
