@@ -9,10 +9,10 @@ mod toy;
 #[path = "common/truth.rs"]
 mod truth;
 
-#[path = "engine/encoded.rs"]
-mod encoded;
 #[path = "engine/deviations.rs"]
 mod deviations;
+#[path = "engine/encoded.rs"]
+mod encoded;
 #[path = "engine/random.rs"]
 mod random;
 #[path = "engine/reads.rs"]

@@ -133,8 +133,8 @@ fn a_hundred_thousand_entries() {
     edit_manifest(folder.path(), |m| {
         let model = m.files[0].clone();
         let parameter = m.parameters[0].clone();
-        let tensor = model.tensors[0].clone();
-        m.parameters = vec![Parameter { shape: vec![0], dtype: tensor.dtype, ..parameter }];
+        let tensor = model.tensors.iter().find(|tensor| tensor.name == parameter.name).unwrap().clone();
+        m.parameters = vec![Parameter { shape: vec![0], ..parameter }];
         m.topology.tp = FILES as u32;
         m.topology.ranks = (0..FILES as u32).collect();
         let file = |i: usize| {

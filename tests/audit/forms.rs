@@ -2,7 +2,7 @@
 
 use ggshard::dtype::Dtype;
 use ggshard::gguf::GgmlType;
-use ggshard::mapping::{OutputPolicy, Profile, choose, resolve};
+use ggshard::mapping::{Nvfp4Rules, OutputPolicy, Profile, TensorScales, choose, resolve};
 use ggshard::plan::{Form, InputScales, Origin, PlanRequest, Scale, Shape};
 
 use super::*;
@@ -117,10 +117,13 @@ planted! {
             _ => w,
         }).collect();
     } => ["up_proj", "gate_proj"];
-    no_scales_of_inputs_where_the_stack_wants_them: nvfp4(), |p| {
+    scales_of_inputs_that_the_stack_does_not_want: nvfp4(), |p| {
+        p.profile.rules.nvfp4 = Some(Nvfp4Rules { tensor_scales: TensorScales::Parts, input_scales: false });
+    } => ["input_scale"];
+    scales_of_weights_in_the_place_of_those_of_inputs: nvfp4(), |p| {
         let at = param(p, W13_INPUTS);
-        p.params.remove(at);
-    } => [W13_INPUTS, "w2_weight"];
+        p.params[at].form = p.params[param(p, W13_SHARED)].form;
+    } => [W13_INPUTS];
     an_input_scale_other_than_given: nvfp4(), |p| {
         let at = param(p, W13_INPUTS);
         let first = p.params[at].slices[0].pieces.start as usize;
