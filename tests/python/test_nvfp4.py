@@ -4,6 +4,7 @@ import json
 import re
 import struct
 
+import low_bits
 import ml_dtypes
 import numpy as np
 import pytest
@@ -369,22 +370,20 @@ def test_every_source_byte_of_a_weight_in_nvfp4_is_fetched_twice(tmp_path):
 
 
 GLM_5 = FIXTURES / "container" / "plan" / "glm-5-744b-q4_k_m.header.gguf"
-MODELOPT_MTP = 78
+MTP_BLOCK = 78
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mixed"])
-def test_the_full_scale_plan_adds_up(form, tmp_path):
-    (tmp_path / "mixed.toml").write_text(MIXED)
+def test_the_full_scale_plan_adds_up(form):
     flags = ("plan", GLM_5, "--header-only", "--tp", 8, "--json")
     weights = json.loads(ok(*flags))["tensors"]
-    plan = json.loads(ok(*flags, *(("--dtype", "nvfp4") if form == "nvfp4" else ("--policy", tmp_path / "mixed.toml"))))
+    plan = json.loads(ok(*flags, *(("--dtype", "nvfp4") if form == "nvfp4" else ("--policy", "nvfp4-fp8"))))
 
     def of(tensor):
         name = tensor["name"]
-        shared = ".shared_experts." in name
-        if MLP.search(name) and (int(name.split(".")[2]) < MODELOPT_MTP if form == "nvfp4" else not shared):
+        if MLP.search(name) and (form == "mixed" or int(name.split(".")[2]) < MTP_BLOCK):
             return held_bytes(tensor, "nvfp4", 8)
-        if form == "mixed" and re.search(r"\.self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)\.weight$", name):
+        if form == "mixed" and low_bits.is_projection(name):
             return held_bytes(tensor, "fp8", 8)
         return held_bytes(tensor, "bf16", 8)
 
