@@ -28,6 +28,8 @@ use crate::plan::{Code, Origin, ParamCut, Piece, Plan, Region};
 
 /// Rows of a band: those of the tallest blocks.
 const BAND: u64 = fp8::BLOCK as u64;
+/// The fewest rows of a band of flat blocks: rows that a source stores as columns are gathered a band at a time.
+const FLAT_BAND: u64 = 16;
 /// Elements that a worker encodes before it hands the scales on: rows of scales are short, and go together.
 pub(super) const TOGETHER: u64 = 4 << 20;
 /// Elements of a band that is encoded, for each byte of a tile. Its values take four bytes each, those of one of several
@@ -76,6 +78,8 @@ impl Target {
 pub(super) struct Area {
     rows: Range<u64>,
     cols: Range<u64>,
+    /// Rows that are gathered at a time.
+    band: u64,
 }
 
 /// The encodings of a parameter in a code, whose blocks' scales are those of parameter `scales`, for the wanted slices.
@@ -148,14 +152,14 @@ impl Encoding {
 
     /// Areas of about `together` elements, of which a band has at most about `most`, between blocks of the sources.
     pub fn areas(&self, plan: &Plan, most: u64, together: u64) -> Vec<Area> {
-        let (width, unit) = (self.width(), self.unit(plan));
-        let wide = if width * BAND <= most { width.max(1) } else { (most / BAND / unit).max(1) * unit };
-        let tall = (together / (wide * BAND)).max(1) * BAND;
+        let (width, unit, band) = (self.width(), self.unit(plan), self.band_rows(most));
+        let wide = if width * band <= most { width.max(1) } else { (most / band / unit).max(1) * unit };
+        let tall = (together / (wide * band)).max(1) * band;
         let mut areas = Vec::new();
         for first in (0..self.stack).map(|element| element * self.rows) {
             for top in (0..self.rows).step_by(tall as usize) {
                 let rows = first + top..first + (top + tall).min(self.rows);
-                areas.extend(self.split(plan, &Area { rows, cols: 0..width }, most));
+                areas.extend(self.split(plan, &Area { rows, cols: 0..width, band }, most));
             }
         }
         areas
@@ -166,16 +170,26 @@ impl Encoding {
         let unit = self.unit(plan);
         let first = self.regions().next();
         let before = first.map_or(0, |region| if region.transpose { region.row } else { region.col }) % unit;
-        let wide = (most / BAND / unit).max(1) * unit;
+        let band = self.band_rows(most);
+        let wide = (most / band / unit).max(1) * unit;
         let mut areas = Vec::new();
         let mut col = area.cols.start;
         while col < area.cols.end {
-            let all = (area.cols.end - col) * BAND <= most;
+            let all = (area.cols.end - col) * band <= most;
             let end = if all { area.cols.end } else { (before + col) / wide * wide + wide - before };
-            areas.push(Area { rows: area.rows.clone(), cols: col..end.min(area.cols.end) });
+            areas.push(Area { rows: area.rows.clone(), cols: col..end.min(area.cols.end), band });
             col = end;
         }
         areas
+    }
+
+    /// Rows of a band of at most about `most` elements: those of a block, or where blocks are flat, as many as make it as wide
+    /// as the slices. Parts of rows are written and hashed in small pieces.
+    fn band_rows(&self, most: u64) -> u64 {
+        match self.code {
+            Code::Fp8 => BAND,
+            Code::Nvfp4 => (most / self.width().max(1)).clamp(FLAT_BAND, BAND),
+        }
     }
 
     /// What sources give.
@@ -249,8 +263,8 @@ impl Context<'_> {
         scales.resize_with(encoding.targets.len().max(scales.len()), Vec::new);
         scales.iter_mut().for_each(Vec::clear);
         let mut written = 0;
-        for top in area.rows.clone().step_by(BAND as usize) {
-            let rows = top..(top + BAND).min(area.rows.end);
+        for top in area.rows.clone().step_by(area.band as usize) {
+            let rows = top..(top + area.band).min(area.rows.end);
             let height = (rows.end - rows.start) as usize;
             values.resize(height * width, 0.0);
             self.gather(&encoding.pieces, &rows, &area.cols, values, run, scratch)?;
