@@ -9,7 +9,7 @@
 //! tile makes beside it, the scales of an encoded weight, may begin as well.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use super::buffer::Buffer;
@@ -21,7 +21,7 @@ use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
 use crate::mapping::Set;
 use crate::plan::Plan;
-use crate::threads::lock;
+use crate::threads::{lock, wait};
 
 /// A parameter that is to come.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -258,7 +258,7 @@ impl Weights {
                 if state.outcome.is_some() || state.stopped {
                     break None;
                 }
-                state = self.shared.wait(state);
+                state = wait(&self.shared.changed, state);
             }
         };
         let bytes = match taken {
@@ -322,10 +322,6 @@ impl Drop for Ended<'_> {
 }
 
 impl Shared {
-    fn wait<'a>(&self, state: std::sync::MutexGuard<'a, State>) -> std::sync::MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The room of a parameter, as soon as it may begin.
     fn begin(&self, param: usize) -> Result<Room> {
         let mut state = lock(&self.state);
@@ -349,7 +345,7 @@ impl Shared {
                     return Err(Fault::new(format!("bytes for parameter {param}, which is complete")).audit());
                 }
             }
-            state = self.wait(state);
+            state = wait(&self.changed, state);
         }
     }
 
