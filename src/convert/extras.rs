@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{Planned, quantization};
 use crate::error::{Error, Fault, Result};
 use crate::mapping::{Set, config};
-use crate::plan::DRAFT_FOLDER;
+use crate::plan::{DRAFT_FOLDER, Plan};
 use crate::regular;
 
 /// Files that go beside the weights.
@@ -60,18 +60,22 @@ pub fn extras(planned: &Planned, given: Option<&Path>) -> Result<Extras> {
     if let Some(config) = config {
         extras.notes = config.notes;
         let bytes = quantization::stated(plan, config.bytes, &mut extras.notes)?;
-        if plan.files.iter().any(|f| f.set == Set::Draft) {
-            extras.files.push((format!("{DRAFT_FOLDER}/config.json"), bytes.clone()));
-        }
-        extras.files.push(("config.json".into(), bytes));
+        extras.add(plan, "config.json", bytes);
     }
     if let Some(bytes) = quantization::file(plan)? {
-        if plan.files.iter().any(|f| f.set == Set::Draft) {
-            extras.files.push((format!("{DRAFT_FOLDER}/{}", quantization::FILE), bytes.clone()));
-        }
-        extras.files.push((quantization::FILE.into(), bytes));
+        extras.add(plan, quantization::FILE, bytes);
     }
     Ok(extras)
+}
+
+impl Extras {
+    /// Adds a file, beside the weights of a draft model as well.
+    fn add(&mut self, plan: &Plan, name: &str, bytes: Vec<u8>) {
+        if plan.files.iter().any(|file| file.set == Set::Draft) {
+            self.files.push((format!("{DRAFT_FOLDER}/{name}"), bytes.clone()));
+        }
+        self.files.push((name.to_owned(), bytes));
+    }
 }
 
 fn read_small(path: &Path, longest: u64) -> Result<Vec<u8>> {
