@@ -14,14 +14,11 @@
 
 use super::build::{Held, Size, stored};
 use super::share::share;
-use super::{Code, Form, Origin, Param, ParamCut, Piece, Plan, Scale, Shape, Slice};
+use super::{Code, Form, InputScales, Origin, Param, ParamCut, Piece, Plan, Scale, Shape, Slice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Fault, Result};
 use crate::gguf::GgufSet;
-use crate::mapping::{Content, Matrix, ParamSpec, PinnedDtype, TensorScales, Weight};
-
-/// What a name ends with to which a scale of a weight belongs.
-const WEIGHT: &str = "weight";
+use crate::mapping::{Content, Matrix, ParamSpec, TensorScales, Weight};
 
 /// The name of scales of the parameter with this name. `mixed`: beside nvfp4, fp8 has ModelOpt's names.
 fn scales_name(name: &str, code: Code, kind: Scale, mixed: bool) -> String {
@@ -29,9 +26,7 @@ fn scales_name(name: &str, code: Code, kind: Scale, mixed: bool) -> String {
         (Scale::Block, Code::Fp8) if !mixed => format!("{name}_scale_inv"),
         (Scale::Block, Code::Fp8 | Code::Nvfp4) => format!("{name}_scale"),
         (Scale::Weight, Code::Fp8 | Code::Nvfp4) => format!("{name}_scale_2"),
-        (Scale::Input, Code::Fp8 | Code::Nvfp4) => {
-            format!("{}input_scale", name.strip_suffix(WEIGHT).unwrap_or(&format!("{name}_")))
-        }
+        (Scale::Input, Code::Fp8 | Code::Nvfp4) => InputScales::name(name),
     }
 }
 
@@ -76,8 +71,7 @@ impl Plan {
     /// The error for a tp that cuts through blocks, with the values that do not.
     fn between_blocks(&self, set: &GgufSet, weight: &Weight, code: Code, found: &str) -> Error {
         let vocab = self.profile.rules.vocab;
-        let code_of = |w: &Weight| self.ruled(w).filter(|_| w.pinned != Some(PinnedDtype::F32))?.code();
-        let codes: Vec<Option<Code>> = self.model.weights.iter().map(code_of).collect();
+        let codes: Vec<Option<Code>> = self.model.weights.iter().map(|w| self.ruled(w)?.code()).collect();
         let followed = self.followed(set);
         let fits = |n: u64| {
             self.model.weights.iter().enumerate().all(|(i, w)| match (share(&w.cut, &w.shape, n, 0, vocab), codes[i]) {

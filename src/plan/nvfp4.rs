@@ -33,7 +33,7 @@ pub struct InputScales {
 }
 
 impl InputScales {
-    /// The name of a weight's scale.
+    /// The name of the scale of a weight, or of those of a parameter made of weights.
     pub fn name(weight: &str) -> String {
         match weight.strip_suffix("weight") {
             Some(stem) => format!("{stem}input_scale"),
