@@ -61,7 +61,7 @@ pub struct SafetensorsHeader {
     pub data_bytes: u64,
 }
 
-/// Sorts tensors into the order in which ggshard writes them: wide element types first, otherwise as given.
+/// Sorts tensors into an order in which none is misaligned: wide element types first, otherwise as given.
 ///
 /// Then every tensor's offset is a multiple of its element size, because every earlier tensor's length is a multiple of
 /// a size at least as large (sizes are powers of two).

@@ -215,10 +215,7 @@ impl Encoding {
 
     /// Source bytes that an area takes, about.
     pub fn reads(&self, plan: &Plan, area: &Area) -> u64 {
-        let first = self.pieces.iter().find_map(|p| match p.origin {
-            Origin::Source(region) => Some(plan.sources[region.source as usize].ty),
-            Origin::Fill(_) => None,
-        });
+        let first = self.regions().next().map(|region| plan.sources[region.source as usize].ty);
         let elements = (area.rows.end - area.rows.start) * (area.cols.end - area.cols.start);
         first.map_or(0, |ty| elements / ty.block() * ty.block_bytes())
     }
